@@ -1,0 +1,76 @@
+"""Checks of what callers give us: each returns the value in the form that is used inside, or says what is
+wrong.
+"""
+
+from __future__ import annotations
+
+import math
+
+from redbolt._engine import MAX_KEY
+
+__all__ = ["check_bool", "key_bytes", "lease_ms", "milliseconds", "seconds", "token_bytes"]
+
+_LONGEST_MS = 100 * 365 * 86_400_000  # a century; more would overflow the expiry of a server
+
+
+def seconds(value: float, what: str, *, zero: bool = False) -> float:
+    """A finite number of seconds above 0 (or from 0, with ``zero``)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{what} must be a number of seconds, not {type(value).__name__}")
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise ValueError(
+            f"{what} must be a finite number of seconds {'from' if zero else 'above'} 0, not {value!r}"
+        )
+    if value * 1000 > _LONGEST_MS:
+        raise ValueError(f"{what} must be less than a hundred years, not {value!r} seconds")
+    return value
+
+
+def milliseconds(value: float, what: str) -> int:
+    """A number of seconds above 0 as whole milliseconds, rounded up."""
+    ms = seconds(value, what) * 1000
+    return max(1, math.ceil(round(ms, 6)))  # 0.7 * 1000 is a hair above 700
+
+
+def lease_ms(value: float, drift_factor: float) -> int:
+    """A lease in milliseconds that leaves some validity after drift is taken off."""
+    ms = milliseconds(value, "timeout")
+    if ms * (1 - drift_factor) <= 2:
+        raise ValueError(f"a timeout of {value!r} seconds leaves no validity: clock drift alone takes more")
+    return ms
+
+
+def check_bool(value: bool, what: str) -> bool:
+    """A real bool: a number given for one is a slip in the order of arguments."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be a bool, not {type(value).__name__}")
+    return value
+
+
+def _encoded(value: str | bytes, what: str) -> bytes:
+    if isinstance(value, str):
+        try:
+            value = value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{what} has a lone surrogate, which has no bytes in UTF-8: {value!r}") from None
+    elif not isinstance(value, bytes):
+        raise TypeError(f"{what} must be str or bytes, not {type(value).__name__}")
+    if len(value) > MAX_KEY:
+        raise ValueError(f"{what} must have at most {MAX_KEY} bytes, not {len(value)}")
+    return value
+
+
+def key_bytes(prefix: str | bytes, name: str | bytes) -> bytes:
+    """The key of a lock: the prefix and the name, byte for byte."""
+    encoded = _encoded(name, "name")
+    if not encoded:
+        raise ValueError("name must not be empty")
+    return _encoded(_encoded(prefix, "prefix") + encoded, "prefix and name")
+
+
+def token_bytes(token: str | bytes) -> bytes:
+    """A caller's own token."""
+    encoded = _encoded(token, "token")
+    if not encoded:
+        raise ValueError("token must not be empty")
+    return encoded

@@ -1,0 +1,217 @@
+"""The engine contract, and which engine a lock uses.
+
+An engine talks to a fixed tuple of nodes. Whoever implements it keeps these rules, which the parity suite
+checks:
+
+1.  A round writes to every node before it reads from any, in the calling thread, with one poll over all of
+    them. Other Python threads run meanwhile. It ends when the votes have decided it (`_judge.verdict`) or
+    ``limit_ns`` after its start.
+2.  A channel is one connection to each node, used by one thread for one round at a time; idle ones wait on
+    a stack.
+3.  A connection has a first-in-first-out queue of reply slots. A slot answers only the round that made it;
+    a reply that comes after its round is read by a later one, or by the agent, and never counted.
+4.  Order per token: a command for a token goes on the connection that still has an unanswered command for
+    that token, whichever channel it belongs to. On a channel that another thread uses it is queued there,
+    with nobody waiting for the reply.
+5.  A try that is not granted, or is interrupted, queues its undo (``DROP``) on the same connection to every
+    node that did not say no.
+6.  Every unanswered write of a token is remembered with its undo or delete. If the connection dies, that is
+    sent on the next connection to the node, before anything else; until its bound (the lease, or a minute
+    for a release) is over.
+7.  A node that leaves a reply (or a connect) open beyond ``limit_ns`` is suspect: it gets no tries, extends
+    or reads, only deletes, until it has answered anything, or was reconnected with an answered handshake.
+8.  A delete that nobody waits for is a plain command already answered on that connection, or else a whole
+    EVAL.
+9.  A connection that is given up while it may have unread replies is retired: its sending side is shut
+    down, and it is read to its end, or for a bound, before it is closed.
+10. After a fork the child has no connection, no channel, no agent and no buffered token of its parent.
+11. What a node sends can never make the client hold more than `MAX_REPLY` bytes for it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple, Protocol
+
+from redbolt._programs import Program
+from redbolt.node import Node
+
+__all__ = ["MAX_KEY", "MAX_REPLY", "Engine", "EngineChoice", "Votes", "choose", "close_engines", "engine_for"]
+
+MAX_KEY = 65_536
+"""Longest key and token that an engine packs, in bytes."""
+MAX_REPLY = 1_048_576
+"""Most unparsed bytes that a connection may hold; a server that sends more is cut off."""
+
+
+class Votes(Protocol):
+    """What one round came to. Made by ``Engine.votes()`` and filled by the engine before its call returns."""
+
+    @property
+    def verdict(self) -> int:
+        """GRANTED, REFUSED or UNDECIDED, of `redbolt._judge`."""
+
+    @property
+    def yes(self) -> int:
+        """How many nodes said yes."""
+
+    @property
+    def no(self) -> int:
+        """How many nodes said no."""
+
+    @property
+    def hits(self) -> int:
+        """How many nodes deleted something."""
+
+    @property
+    def token(self) -> bytes:
+        """The token of the try."""
+
+    @property
+    def started_ns(self) -> int:
+        """The clock just before the first byte."""
+
+    @property
+    def ended_ns(self) -> int:
+        """The clock when the verdict was known."""
+
+    @property
+    def valid_until_ns(self) -> int:
+        """End of validity of a granted try, by the clock."""
+
+    def outcomes(self) -> list[tuple[int, str]]:
+        """Per node: OPEN, YES, NO or FAULT, and the cause of a fault or the text of a reply."""
+
+
+class Engine(Protocol):
+    """One of the two implementations, bound to its nodes."""
+
+    kind: str
+    nodes: tuple[Node, ...]
+
+    def votes(self) -> Votes:
+        """An empty result for one call of `attempt` or `round`."""
+
+    def attempt(
+        self,
+        votes: Votes,
+        key: bytes,
+        token: bytes | None,
+        lease_ms: int,
+        quorum: int,
+        drift_ns: int,
+        limit_ns: int,
+    ) -> bool:
+        """Try once to take a lock, and undo what was done if it was not granted.
+
+        Args:
+            votes: filled with the result, also when an exception leaves the call.
+            key: the lock's key.
+            token: the value to set; None for a fresh one (128 random bits, in hexadecimal).
+            lease_ms: life of the key.
+            quorum: how many nodes must say yes.
+            drift_ns: taken off the validity.
+            limit_ns: how long a node may take to answer.
+
+        Returns:
+            Whether it was granted: a quorum said yes, and validity is left.
+        """
+
+    def round(
+        self,
+        votes: Votes,
+        program: Program,
+        key: bytes,
+        args: tuple[bytes, ...],
+        quorum: int,
+        limit_ns: int,
+    ) -> None:
+        """Ask all nodes to run ``program`` with ``key`` and ``args``; where the program writes,
+        ``args[0]`` is the token.
+        """
+
+    def discard(self, key: bytes, token: bytes) -> None:
+        """Queue a token-checked delete to every node, and wait for nobody."""
+
+    def pending(self, token: bytes) -> bool:
+        """Say whether some write of this token, on any connection, was not answered yet and may still be
+        executed.
+        """
+
+    def close(self) -> None:
+        """Retire all connections. The engine may be used again afterwards, with new ones."""
+
+
+class EngineChoice(NamedTuple):
+    """Which engine is used, and why."""
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
+_KINDS = {"native": "redbolt._core", "pure": "redbolt._pure"}
+_lock = threading.Lock()
+_engines: dict[tuple[str, tuple[Node, ...]], Engine] = {}
+
+
+def choose(kind: str | None = None) -> EngineChoice:
+    """Say which engine a lock with ``engine=kind`` would use.
+
+    Args:
+        kind: ``"native"`` or ``"pure"`` force one; None leaves it to the environment variable
+            ``REDBOLT_ENGINE``, and without it to what is installed.
+
+    Raises:
+        ValueError: no engine has that name.
+        ImportError: the native engine is forced, and cannot be loaded.
+    """
+    source = "forced by engine="
+    if kind is None and (kind := os.environ.get("REDBOLT_ENGINE") or None):
+        source = "forced by REDBOLT_ENGINE"
+    if kind is not None:
+        if kind not in _KINDS:
+            raise ValueError(f"there is no engine {kind!r}; there are {' and '.join(map(repr, _KINDS))}")
+        try:
+            import_module(_KINDS[kind])
+        except ImportError as error:
+            raise ImportError(f"the {kind} engine is {source}, but cannot be loaded: {error}") from error
+        return EngineChoice(kind, source)
+    try:
+        import_module(_KINDS["native"])
+    except ImportError as error:
+        return EngineChoice("pure", f"the native engine cannot be loaded: {error}")
+    return EngineChoice("native", "the default")
+
+
+def engine_for(nodes: tuple[Node, ...], kind: str | None = None) -> Engine:
+    """The process's one engine of a kind for these nodes; made if there is none yet. Sends nothing."""
+    name = choose(kind).name
+    with _lock:
+        engine = _engines.get((name, nodes))
+        if engine is None:
+            make: Callable[[tuple[Node, ...]], Engine] = import_module(_KINDS[name]).Engine
+            engine = _engines[name, nodes] = make(nodes)
+        return engine
+
+
+def close_engines() -> None:
+    """Retire the connections of all engines of this process; locks that are held end by their lease."""
+    with _lock:
+        engines = list(_engines.values())
+        _engines.clear()
+    for engine in engines:
+        engine.close()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,67 @@
+"""The decisions that both engines must take alike: when a round is over, and until when a lease is valid.
+
+The core has the same few lines in C (``_core/judge.pxi``); a test compares the two over every case.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = [
+    "FAULT", "GRANTED", "NO", "OPEN", "REFUSED", "UNDECIDED", "WAITING", "YES",
+    "drift_ns", "falls_back", "is_wrongtype", "validity_end_ns", "verdict",
+]  # fmt: skip
+
+# What one node has said in a round.
+OPEN: Final = 0  # nothing yet
+YES: Final = 1
+NO: Final = 2
+FAULT: Final = 3  # it cannot say: no connection, no answer in time, or an error
+
+# What a round came to.
+WAITING: Final = -1  # it is not over
+UNDECIDED: Final = 0  # too many nodes could not say
+GRANTED: Final = 1  # a quorum said yes
+REFUSED: Final = 2  # so many said no that a quorum is impossible
+
+
+def verdict(yes: int, no: int, still_open: int, nodes: int, quorum: int) -> int:
+    """What the votes counted so far come to, or WAITING while the open ones can still decide it.
+
+    A round goes on while the open nodes could still turn it into "refused", even if "granted" is out of
+    reach: a lock that is taken must not look like a lock whose nodes are away.
+    """
+    if yes >= quorum:
+        return GRANTED
+    if no > nodes - quorum:
+        return REFUSED
+    if yes + still_open < quorum and no + still_open <= nodes - quorum:
+        return UNDECIDED
+    return WAITING
+
+
+def drift_ns(lease_ms: int, factor: float) -> int:
+    """How far the clocks of the nodes may run from ours during a lease: ``factor`` of it, and 2 ms for
+    expiry itself.
+    """
+    return int(lease_ms * 1_000_000 * factor) + 2_000_000
+
+
+def validity_end_ns(started_ns: int, lease_ms: int, drift: int) -> int:
+    """The last moment of a lease whose try began at ``started_ns``, just before its first byte was sent."""
+    return started_ns + lease_ms * 1_000_000 - drift
+
+
+_FALL_BACK = (b"NOSCRIPT", b"NOPERM", b"ERR unknown command", b"ERR syntax error", b"ERR wrong number of arg")
+
+
+def falls_back(error: bytes) -> bool:
+    """Say whether a node's error means that it does not know or permit this form of a program."""
+    return error.startswith(_FALL_BACK)
+
+
+def is_wrongtype(error: bytes) -> bool:
+    """Say whether the key holds another type, also where a script engine wraps the error or hides its
+    word.
+    """
+    return b"WRONGTYPE" in error
