@@ -1,0 +1,78 @@
+"""An acquisition: what was got, by whom, and for how long it can be relied on."""
+
+from __future__ import annotations
+
+from redbolt import _process
+from redbolt._clock import now_ns
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """One acquisition of one lock. It knows by the local clock how long it is valid, and never asks a server.
+
+    Attributes:
+        key: the key on the servers.
+        token: the value that marks this acquisition there; never used twice.
+        length_ms: the life that the key was last given, in milliseconds.
+        started_ns: the clock just before that was sent.
+        owner: the number of the thread that acquired it.
+    """
+
+    __slots__ = (
+        "__weakref__", "_generation", "_valid_until_ns", "key", "length_ms", "owner", "release_unknown",
+        "started_ns", "token",
+    )  # fmt: skip
+
+    def __init__(
+        self, key: bytes, token: bytes, length_ms: int, started_ns: int, valid_until_ns: int, owner: int
+    ) -> None:
+        self.key = key
+        self.token = token
+        self.length_ms = length_ms
+        self.started_ns = started_ns
+        self._valid_until_ns = valid_until_ns
+        self.owner = owner
+        self.release_unknown = False  # a release was begun, and it is not known what it did
+        self._generation = _process.generation
+
+    def __repr__(self) -> str:
+        return f"<Lease of {self.key!r}, {self.left():.3f} s left>"
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease is still valid: not released, not run out, not inherited by a fork."""
+        return (
+            now_ns() < self._valid_until_ns
+            and not self.release_unknown
+            and self._generation == _process.generation
+        )
+
+    def left(self) -> float:
+        """Seconds until the end of validity; 0.0 when it is not held."""
+        return max(0.0, (self._valid_until_ns - now_ns()) / 1e9) if self.held else 0.0
+
+    @property
+    def valid_until_ns(self) -> int:
+        """The end of validity, by the library's clock."""
+        return self._valid_until_ns
+
+    @property
+    def inherited(self) -> bool:
+        """Whether it was acquired by another process, of which this one is a fork."""
+        return self._generation != _process.generation
+
+    def shorten(self, valid_until_ns: int) -> None:
+        """Make it end at ``valid_until_ns`` if that is earlier."""
+        if valid_until_ns < self._valid_until_ns:
+            self._valid_until_ns = valid_until_ns
+
+    def renew(self, started_ns: int, length_ms: int, valid_until_ns: int) -> None:
+        """Note that a quorum gave the key a new life."""
+        self.started_ns = started_ns
+        self.length_ms = length_ms
+        self._valid_until_ns = valid_until_ns
+
+    def end(self) -> None:
+        """Note that it is over: released, or found lost."""
+        self._valid_until_ns = 0
