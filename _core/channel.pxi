@@ -1,0 +1,183 @@
+# Channels: one connection to each node of an engine, used by one thread for one round at a time.
+
+
+cdef Engine_* engine_new(int nodes) noexcept nogil:
+    cdef Engine_* e = <Engine_*>calloc(1, sizeof(Engine_))
+    if e == NULL:
+        return NULL
+    rb_mutex_init(&e.mutex)
+    e.nodes = nodes
+    e.node = <NodeState**>calloc(nodes, sizeof(NodeState*))
+    if e.node == NULL:
+        free(e)
+        return NULL
+    return e
+
+
+cdef Channel* channel_new(Engine_* e) noexcept nogil:
+    cdef Channel* ch = <Channel*>calloc(1, sizeof(Channel))
+    cdef int i
+    if ch == NULL:
+        return NULL
+    ch.conn = <Conn*>calloc(e.nodes, sizeof(Conn))
+    ch.vote = <uint8_t*>calloc(e.nodes, 1)
+    ch.sent = <uint8_t*>calloc(e.nodes, 1)
+    ch.cause = <char*>calloc(e.nodes, CAUSE)
+    if ch.conn == NULL or ch.vote == NULL or ch.sent == NULL or ch.cause == NULL:
+        channel_free_memory(ch)
+        return NULL
+    for i in range(e.nodes):
+        rb_mutex_init(&ch.conn[i].mutex)
+        ch.conn[i].fd = -1
+        ch.conn[i].node = i
+    return ch
+
+
+cdef void channel_free_memory(Channel* ch) noexcept nogil:
+    cdef int i
+    for i in range(MOST_FORMS):
+        text_free(&ch.form_bytes[i])
+    free(ch.conn)
+    free(ch.vote)
+    free(ch.sent)
+    free(ch.cause)
+    free(ch)
+
+
+cdef void channel_close(Engine_* e, Channel* ch, const char* cause) noexcept nogil:
+    """Retire its connections, and free it. It is idle, or its thread is gone, and on no list."""
+    cdef int i
+    cdef Conn* conn
+    for i in range(e.nodes):
+        conn = &ch.conn[i]
+        pthread_mutex_lock(&conn.mutex)
+        conn_fail(e, NULL, conn, cause, False)
+        pthread_mutex_unlock(&conn.mutex)
+        text_free(&conn.out)
+        free(conn.slot)
+        free(conn.reply.text)
+    channel_free_memory(ch)
+
+
+cdef bint channel_has_tag(Engine_* e, Channel* ch, uint64_t tag) noexcept nogil:
+    cdef int i
+    for i in range(e.nodes):
+        if conn_waits_for(&ch.conn[i], tag):
+            return True
+    return False
+
+
+cdef bint conn_waits_for(Conn* conn, uint64_t tag) noexcept nogil:
+    cdef bint found
+    if conn.slots == 0:  # an older write of the token would show: whoever made it has told us so since
+        return False
+    pthread_mutex_lock(&conn.mutex)
+    found = conn_has_tag(conn, tag)
+    pthread_mutex_unlock(&conn.mutex)
+    return found
+
+
+cdef Channel* check_out(Round* r) noexcept nogil:
+    """Take an idle channel for a round, or make one.
+
+    A later write of a token must follow the earlier ones on the same connection. So the channel that still waits for one is
+    preferred; on channels that other threads use, the command is queued behind it here, and nobody waits for its reply.
+    """
+    cdef Engine_* e = r.engine
+    cdef Channel* ch
+    cdef Channel* best = NULL
+    cdef Channel** link
+    pthread_mutex_lock(&e.mutex)
+    if r.tag:
+        ch = e.idle
+        while ch != NULL and best == NULL:
+            if channel_has_tag(e, ch, r.tag):
+                best = ch
+            ch = ch.next_idle
+    if best == NULL:
+        best = e.idle
+    if best != NULL:
+        link = &e.idle
+        while link[0] != best:
+            link = &link[0].next_idle
+        link[0] = best.next_idle
+    else:
+        best = channel_new(e)
+        if best == NULL:
+            pthread_mutex_unlock(&e.mutex)
+            return NULL
+        best.next = e.all
+        e.all = best
+    best.next_idle = NULL
+    round_begin(r, best)
+    if r.tag:
+        ch = e.all
+        while ch != NULL:
+            if ch != best:
+                queue_behind(r, ch)
+            ch = ch.next
+    pthread_mutex_unlock(&e.mutex)
+    return best
+
+
+cdef void queue_behind(Round* r, Channel* other) noexcept nogil:
+    cdef Engine_* e = r.engine
+    cdef Conn* conn
+    cdef Slot slot
+    cdef int i, form
+    for i in range(e.nodes):
+        conn = &other.conn[i]
+        if conn.slots == 0:
+            continue
+        pthread_mutex_lock(&conn.mutex)
+        if conn_has_tag(conn, r.tag):
+            memset(&slot, 0, sizeof(slot))
+            slot.tag = r.tag
+            slot.sent_ns = r.started_ns
+            slot.due_ns = r.started_ns + r.limit_ns
+            slot.program = <int8_t>r.program
+            form = safe_form(conn, r.program)
+            slot.form = <uint8_t>form
+            slot.undo = r.undo
+            if round_pack(r, form):
+                r.channel.sent[i] = conn_put(
+                    conn, r.channel.form_bytes[form].bytes, r.channel.form_bytes[form].length, &slot
+                )
+            set_fault(r.channel, i, b"queued behind an unanswered write")
+        pthread_mutex_unlock(&conn.mutex)
+
+
+cdef int safe_form(Conn* conn, int program) noexcept nogil:
+    """A form that needs no fallback: plain and answered on this connection before, or the last."""
+    cdef int form
+    for form in range(prog[program].native):
+        if conn.proven & proof(program, form):
+            return form
+    return prog[program].forms - 1
+
+
+cdef void put_back(Round* r) noexcept nogil:
+    """Return the channel, and have the agent look after what is left open on it."""
+    cdef Engine_* e = r.engine
+    cdef Channel* ch = r.channel
+    cdef Conn* conn
+    cdef int64_t soon = r.ended_ns + min(r.limit_ns, 50 * MS)
+    cdef int64_t due = NEVER
+    cdef int i
+    ch.active = 0
+    ch.used_ns = r.ended_ns
+    for i in range(e.nodes):
+        conn = &ch.conn[i]
+        if e.node[i].orphans:
+            due = min(due, max(r.ended_ns, e.node[i].next_connect_ns))
+        if conn.out.length or e.node[i].suspect or CLOSED < conn.state < READY:
+            due = min(due, soon)
+        elif conn.slots:
+            due = min(due, r.ended_ns + r.limit_ns)
+    pthread_mutex_lock(&e.mutex)
+    e.used_ns = r.ended_ns
+    ch.next_idle = e.idle
+    e.idle = ch
+    pthread_mutex_unlock(&e.mutex)
+    if due != NEVER:
+        agent_due(due)

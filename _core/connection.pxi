@@ -1,0 +1,393 @@
+# One connection: opened without blocking, written under its mutex, read by its owner, given up without losing what was sent.
+
+cdef enum:
+    MOST_BACKLOG = 262_144      # bytes of unanswered commands
+    MOST_FED = 1_048_576        # bytes of one reply; redbolt._engine.MAX_REPLY
+    MOST_RETIRED = 32
+    HANDSHAKE_WORD = -1
+    HANDSHAKE_PING = -2
+
+cdef int64_t RETIRE_NS = 1_000_000_000
+cdef int64_t LONGEST_RETIRE_NS = 30_000_000_000
+cdef char* PING = b"*1\r\n$4\r\nPING\r\n"
+
+
+cdef inline uint32_t proof(int program, int form) noexcept nogil:
+    return (<uint32_t>1) << (program * 2 + form)  # only native forms, of which a program has two at most
+
+
+cdef inline Slot* slot_at(Conn* conn, uint32_t i) noexcept nogil:
+    return &conn.slot[(conn.first + i) & (conn.room - 1)]
+
+
+cdef bint conn_has_tag(Conn* conn, uint64_t tag) noexcept nogil:
+    """Say whether a write of this token is unanswered here. The mutex is held."""
+    cdef uint32_t i
+    for i in range(conn.slots):
+        if slot_at(conn, i).tag == tag:
+            return True
+    return False
+
+
+cdef bint conn_push(Conn* conn, const Slot* slot) noexcept nogil:
+    cdef Slot* grown
+    cdef uint32_t i, room
+    if conn.slots == conn.room:
+        room = max(8, 2 * conn.room)
+        grown = <Slot*>malloc(room * sizeof(Slot))
+        if grown == NULL:
+            return False
+        for i in range(conn.slots):
+            grown[i] = slot_at(conn, i)[0]
+        free(conn.slot)
+        conn.slot = grown
+        conn.room = room
+        conn.first = 0
+    conn.slots += 1
+    slot_at(conn, conn.slots - 1)[0] = slot[0]
+    conn.backlog += slot.size
+    return True
+
+
+cdef bint conn_put(Conn* conn, const char* bytes, size_t length, Slot* slot) noexcept nogil:
+    """Queue a whole command and its slot, and send what the socket takes. The mutex is held.
+
+    On False nothing was queued. A socket that fails here is left to its reader, who sees the same.
+    """
+    cdef ssize_t sent
+    if conn.slots and conn.backlog + length > MOST_BACKLOG:
+        return False
+    slot.size = <uint32_t>length
+    if not text_reserve(&conn.out, length) or not conn_push(conn, slot):
+        return False
+    packed_keep(slot.undo)
+    if conn.out.length == 0:
+        sent = send(conn.fd, bytes, length, MSG_NOSIGNAL)
+        if sent < 0:
+            sent = 0
+        bytes += sent
+        length -= sent
+    if length:
+        text_add(&conn.out, bytes, length)
+        conn_flush(conn)
+    return True
+
+
+cdef void conn_flush(Conn* conn) noexcept nogil:
+    """Send what is queued, as far as the socket takes it. The mutex is held."""
+    cdef ssize_t sent
+    while conn.out.length:
+        sent = send(conn.fd, conn.out.bytes, conn.out.length, MSG_NOSIGNAL)
+        if sent <= 0:
+            return
+        text_drop(&conn.out, sent)
+
+
+cdef void conn_reset(Conn* conn) noexcept nogil:
+    """Forget all of a connection but its mutex and its place; the descriptor is somebody else's business by now."""
+    if conn.reader != NULL:
+        redisReaderFree(conn.reader)
+    conn.reader = NULL
+    conn.fd = -1
+    conn.state = CLOSED
+    conn.out.length = 0
+    conn.first = conn.slots = 0
+    conn.backlog = conn.fed = 0
+    conn.proven = 0
+    conn.shaking = 0
+    conn.heard = 0
+    conn.again_ns = 0
+
+
+cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint gone) noexcept nogil:
+    """Give a connection up; its node's vote in the running round becomes a fault. The mutex is held.
+
+    ``gone``: the other side has ended it, so nothing more comes of it. Otherwise it is retired: its deletes go on a new
+    connection only after the old one was read to its end, or a paused server would run them before the writes they undo.
+    """
+    cdef NodeState* node = e.node[conn.node]
+    cdef Slot* slot
+    cdef int state = conn.state
+    cdef uint32_t i
+    cdef int64_t now = rb_now_ns()
+    cdef int64_t until = now + RETIRE_NS
+    cdef Retired* retired
+    cdef int orphans = 0
+    if state == CLOSED:
+        return
+    if ch != NULL and ch.active and ch.vote[conn.node] == OPEN:
+        ch.vote[conn.node] = FAULT
+        copy_cause(&ch.cause[conn.node * CAUSE], cause, strlen(cause))
+    retired = NULL if gone or state < HANDSHAKE else <Retired*>calloc(1, sizeof(Retired))
+    if retired != NULL and conn.slots:
+        retired.orphan = <Packed**>malloc(conn.slots * sizeof(Packed*))
+    pthread_mutex_lock(&node.mutex)
+    if conn.slots and gone:
+        # Proxies hang up on commands that they do not know.
+        slot = slot_at(conn, 0)
+        if slot.program == HANDSHAKE_PING:
+            node.no_ping = 1
+        elif slot.program >= 0 and slot.form < prog[slot.program].native and slot.form + 1 < prog[slot.program].forms:
+            if not conn.proven & proof(slot.program, slot.form) and node.form[slot.program] == slot.form:
+                node.form[slot.program] = slot.form + 1
+    for i in range(conn.slots):
+        slot = slot_at(conn, i)
+        if slot.undo == NULL:
+            continue
+        if slot.undo.expires_ns <= now:
+            packed_free(slot.undo)
+        elif retired != NULL and retired.orphan != NULL:
+            retired.orphan[orphans] = slot.undo
+            orphans += 1
+            until = max(until, min(slot.undo.expires_ns, now + LONGEST_RETIRE_NS))
+        else:
+            node_add_orphan(node, slot.undo)
+    if state == READY and conn.heard:
+        copy_cause(node.cause, cause, strlen(cause))
+        node.next_connect_ns = now
+    else:
+        node_failed(node, cause, now)
+    pthread_mutex_unlock(&node.mutex)
+    if state != READY:
+        node_resolve(node)
+    if retired != NULL:
+        retired.fd = conn.fd
+        retired.until_ns = until
+        retired.orphans = orphans
+        retired.node = node
+        rb_add(&node.refs, 1)
+        retired.out = conn.out
+        memset(&conn.out, 0, sizeof(conn.out))
+        retire(retired)
+    else:
+        rb_close(conn.fd)
+    conn_reset(conn)
+
+
+# ---- opening ----
+
+cdef void conn_open(Engine_* e, Channel* ch, Conn* conn, int64_t limit_ns) noexcept nogil:
+    """Begin to connect, with the first address. The mutex is held."""
+    conn.address = 0
+    conn.opened_ns = rb_now_ns()
+    conn.limit_ns = limit_ns
+    conn_try_address(e, ch, conn)
+
+
+cdef void conn_try_address(Engine_* e, Channel* ch, Conn* conn) noexcept nogil:
+    cdef NodeState* node = e.node[conn.node]
+    cdef sockaddr_storage address
+    cdef sockaddr_un* local
+    cdef socklen_t size
+    cdef int addresses, error
+    conn.again_ns = 0
+    memset(&address, 0, sizeof(address))
+    if node.is_unix:
+        local = <sockaddr_un*>&address
+        local.sun_family = AF_UNIX
+        memcpy(local.sun_path, node.path, sizeof(node.path))
+        size = sizeof(sockaddr_un)
+    else:
+        pthread_mutex_lock(&node.mutex)
+        addresses = node.addresses
+        if addresses:
+            memcpy(&address, &node.address[conn.address % addresses], sizeof(address))
+            size = node.address_size[conn.address % addresses]
+        pthread_mutex_unlock(&node.mutex)
+        if addresses == 0:
+            if conn.state != RESOLVING:
+                conn.state = RESOLVING
+                node_resolve(node)
+            return
+    conn.fd = rb_socket(address.ss_family)
+    conn.state = CONNECTING
+    if conn.fd < 0:
+        conn_fail(e, ch, conn, strerror(errno), True)
+        return
+    if connect(conn.fd, <sockaddr*>&address, size) == 0:
+        conn_connected(e, ch, conn)
+        return
+    error = errno
+    if error == EINPROGRESS or error == EINTR:
+        return
+    if error == EAGAIN and node.is_unix:  # the backlog of the listening socket is full; this is no connection
+        rb_close(conn.fd)
+        conn.fd = -1
+        conn.again_ns = rb_now_ns() + MS
+        return
+    conn_next_address(e, ch, conn, error)
+
+
+cdef void conn_next_address(Engine_* e, Channel* ch, Conn* conn, int error) noexcept nogil:
+    cdef NodeState* node = e.node[conn.node]
+    if conn.address + 1 < node.addresses:
+        rb_close(conn.fd)
+        conn.fd = -1
+        conn.address += 1
+        conn_try_address(e, ch, conn)
+    else:
+        conn_fail(e, ch, conn, strerror(error), True)
+
+
+cdef void conn_connected(Engine_* e, Channel* ch, Conn* conn) noexcept nogil:
+    """The socket is open: log in, or be ready at once if there is nothing to say."""
+    cdef NodeState* node = e.node[conn.node]
+    cdef Slot slot
+    cdef int i
+    if not node.is_unix:
+        rb_no_delay(conn.fd)
+    conn.reader = rb_reader(&conn.reply)
+    if conn.reader == NULL:
+        conn_fail(e, ch, conn, b"out of memory", True)
+        return
+    conn.state = HANDSHAKE
+    memset(&slot, 0, sizeof(slot))
+    slot.sent_ns = rb_now_ns()
+    slot.due_ns = conn.opened_ns + conn.limit_ns
+    slot.program = HANDSHAKE_WORD
+    if node.handshakes:
+        conn.shaking = node.handshakes
+        if not conn_put(conn, node.handshake.bytes, node.handshake.length, &slot):
+            conn_fail(e, ch, conn, b"out of memory", True)
+            return
+        slot.size = 0
+        for i in range(1, node.handshakes):
+            conn_push(conn, &slot)
+    elif node.suspect and not node.no_ping:
+        slot.program = HANDSHAKE_PING
+        conn.shaking = 1
+        conn_put(conn, PING, strlen(PING), &slot)
+    else:
+        conn_ready(e, conn)
+
+
+cdef void conn_ready(Engine_* e, Conn* conn) noexcept nogil:
+    """The node may vote now; first it gets the deletes that earlier connections owe it."""
+    cdef NodeState* node = e.node[conn.node]
+    cdef int64_t now = rb_now_ns()
+    cdef Packed** orphan
+    cdef int i, orphans
+    conn.state = READY
+    pthread_mutex_lock(&node.mutex)
+    node_expire_orphans(node, now)
+    orphan = node.orphan
+    orphans = node.orphans
+    node.orphan = NULL
+    node.orphans = node.orphan_room = 0
+    node.suspect = 0
+    node.back_off_ns = 0
+    node.next_connect_ns = 0
+    if node.away:  # it may be another server by now
+        node.away = 0
+        memset(node.form, 0, sizeof(node.form))
+    pthread_mutex_unlock(&node.mutex)
+    for i in range(orphans):
+        if not conn_put_delete(conn, orphan[i], now + conn.limit_ns):
+            pthread_mutex_lock(&node.mutex)
+            node_add_orphan(node, packed_keep(orphan[i]))
+            pthread_mutex_unlock(&node.mutex)
+        packed_free(orphan[i])
+    free(orphan)
+
+
+cdef bint conn_put_delete(Conn* conn, Packed* packed, int64_t due_ns) noexcept nogil:
+    """Queue a packed delete whose reply nobody waits for. The mutex is held."""
+    cdef Slot slot
+    memset(&slot, 0, sizeof(slot))
+    slot.tag = packed.tag
+    slot.sent_ns = rb_now_ns()
+    slot.due_ns = due_ns
+    slot.program = <int8_t>DROP
+    slot.form = <uint8_t>(prog[DROP].forms - 1)
+    slot.undo = packed
+    return conn_put(conn, packed.bytes, packed.length, &slot)
+
+
+# ---- what poll() told ----
+
+cdef inline short conn_interest(Conn* conn) noexcept nogil:
+    """The events that this connection waits for; 0 for none."""
+    if conn.state == CONNECTING:
+        return POLLOUT if conn.fd >= 0 else 0
+    if conn.state >= HANDSHAKE:
+        return POLLIN | POLLOUT if conn.out.length else POLLIN
+    return 0
+
+
+cdef void conn_advance(Engine_* e, Channel* ch, Conn* conn, short events, Round* r) noexcept nogil:
+    """Go on with whatever is possible now: connect again, finish connecting, send, read. The mutex is held by the caller."""
+    cdef int error
+    if conn.state == RESOLVING:
+        if e.node[conn.node].addresses or not rb_load(&e.node[conn.node].resolving):
+            if e.node[conn.node].addresses:
+                conn_try_address(e, ch, conn)
+            else:
+                conn_fail(e, ch, conn, e.node[conn.node].resolve_error, True)
+        return
+    if conn.state == CONNECTING:
+        if conn.fd < 0:
+            if rb_now_ns() >= conn.again_ns:
+                conn_try_address(e, ch, conn)
+            return
+        if not events:
+            return
+        error = rb_socket_error(conn.fd)
+        if error:
+            conn_next_address(e, ch, conn, error)
+        else:
+            conn_connected(e, ch, conn)
+        return
+    if conn.state >= HANDSHAKE:
+        if events & POLLOUT:
+            conn_flush(conn)
+        if events & ~POLLOUT:
+            conn_read(e, ch, conn, r)
+
+
+cdef void conn_read(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil:
+    """Read what has come and deal with every whole reply. The mutex is held."""
+    cdef char[16384] chunk
+    cdef ssize_t size
+    cdef void* reply
+    while conn.state >= HANDSHAKE:
+        size = recv(conn.fd, chunk, sizeof(chunk), 0)
+        if size < 0:
+            if errno == EINTR:
+                continue
+            if errno != EAGAIN:
+                conn_fail(e, ch, conn, strerror(errno), True)
+            return
+        if size == 0:
+            conn_fail(e, ch, conn, b"the server closed the connection", True)
+            return
+        conn.fed += size
+        if conn.fed > MOST_FED:
+            conn_fail(e, ch, conn, b"the reply is too long for any lock", False)
+            return
+        redisReaderFeed(conn.reader, chunk, size)
+        while conn.state >= HANDSHAKE:
+            reply = NULL
+            if redisReaderGetReply(conn.reader, &reply) != REDIS_OK:
+                conn_fail(e, ch, conn, rb_reader_error(conn.reader), False)
+                return
+            if reply == NULL:
+                break
+            conn.fed = rb_reader_kept(conn.reader)
+            on_reply(e, ch, conn, r)
+        if size < <ssize_t>sizeof(chunk):
+            return
+
+
+# ---- giving up ----
+
+cdef pthread_mutex_t retired_mutex
+cdef Retired* retired_new = NULL  # handed to the agent
+
+
+cdef void retire(Retired* retired) noexcept nogil:
+    pthread_mutex_lock(&retired_mutex)
+    global retired_new
+    retired.next = retired_new
+    retired_new = retired
+    pthread_mutex_unlock(&retired_mutex)
+    agent_wake()

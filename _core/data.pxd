@@ -1,0 +1,178 @@
+# Declares the data of the core. Who may touch what:
+#   Engine_.mutex   the stack of idle channels and the list of all (taken before a Conn's or NodeState's mutex)
+#   Conn.mutex      its output and its slots; reading is the owner's alone (taken before a NodeState's mutex)
+#   NodeState.mutex addresses, orphans, causes, back-off; the plain ints (suspect, form) may be read without it
+#   agent_mutex     the list of engines (taken before any of these); retired_mutex and the resolver's jobs are leaves
+from libc.stdint cimport int8_t, int64_t, uint64_t, uint32_t, uint8_t
+from system cimport pthread_mutex_t, sockaddr_storage, socklen_t
+from hiredis cimport rb_reply, redisReader
+
+cdef enum:
+    MOST_NODES = 64
+    MOST_PROGRAMS = 16
+    MOST_FORMS = 4
+    MOST_CHUNKS = 12
+    MOST_ARGS = 8
+    MOST_ADDRESSES = 8
+    CAUSE = 200
+
+# ---- programs ----
+
+cdef struct Chunk:              # a run of constant bytes, or one argument
+    int argument                # -1: constant
+    int length
+    const char* bytes
+
+cdef struct Form:
+    int chunks
+    Chunk chunk[MOST_CHUNKS]
+
+cdef struct Prog:
+    int decoder
+    int forms
+    int native                  # this many leading forms are plain commands
+    int deletes
+    Form form[MOST_FORMS]
+
+cdef struct Text:               # growable bytes
+    char* bytes
+    size_t length
+    size_t room
+
+cdef struct Bytes:              # borrowed bytes
+    const char* bytes
+    size_t length
+
+# ---- connections ----
+
+cdef struct Packed:             # a whole token-checked delete, shared by the slots of one round
+    int refs
+    uint64_t tag
+    int64_t expires_ns
+    size_t length
+    char bytes[1]
+
+cdef struct Slot:               # who waits for one reply, and what it means
+    uint64_t round              # 0: nobody waits
+    uint64_t tag                # of the token written, 0 for reads
+    int64_t sent_ns
+    int64_t due_ns              # unanswered after this, the node is suspect
+    uint32_t size               # of the command
+    int8_t program              # -1: a command of the handshake, -2: the PING of one
+    uint8_t form
+    Packed* undo
+
+cdef enum ConnState:
+    CLOSED = 0
+    RESOLVING
+    CONNECTING
+    HANDSHAKE
+    READY
+
+cdef struct Conn:
+    pthread_mutex_t mutex
+    int state
+    int fd
+    int node                    # its place in the engine
+    int address                 # which address of the node is tried
+    int shaking                 # replies of the handshake still open
+    int64_t limit_ns            # how long connecting may take
+    int64_t opened_ns
+    int64_t again_ns            # connect() is to be called again then (backlog full), 0 otherwise
+    int heard                   # some reply has come
+    uint32_t proven             # bit per program and form: answered on this connection
+    size_t fed                  # bytes since the last complete reply
+    redisReader* reader
+    rb_reply reply
+    Text out
+    Slot* slot                  # ring
+    uint32_t first
+    uint32_t slots
+    uint32_t room
+    size_t backlog              # bytes of unanswered commands
+
+cdef struct NodeState:
+    int refs
+    pthread_mutex_t mutex
+    int is_unix
+    char host[256]
+    char port[8]
+    char path[108]
+    int addresses
+    sockaddr_storage address[MOST_ADDRESSES]
+    socklen_t address_size[MOST_ADDRESSES]
+    int resolving
+    int numeric
+    char resolve_error[CAUSE]
+    Text handshake
+    int handshakes              # how many commands it has
+    int suspect
+    int no_ping
+    int away                    # a connect failed since it was last there
+    char cause[CAUSE]
+    int64_t next_connect_ns
+    int64_t back_off_ns
+    uint8_t form[MOST_PROGRAMS]
+    Packed** orphan
+    int orphans
+    int orphan_room
+
+cdef struct Channel:
+    Channel* next_idle
+    Channel* next
+    Conn* conn
+    uint64_t round              # the round that runs or ran last
+    int active                  # it runs
+    int64_t used_ns
+    uint8_t* vote
+    uint8_t* sent
+    int hits
+    char* cause                 # nodes x CAUSE
+    Text form_bytes[MOST_FORMS]
+    uint8_t form_packed[MOST_FORMS]   # for the round that runs
+
+cdef struct Engine_:
+    pthread_mutex_t mutex
+    int nodes
+    NodeState** node
+    Channel* idle
+    Channel* all
+    int64_t used_ns
+    Engine_* next               # in the agent's list
+
+cdef struct Retired:
+    int fd
+    int64_t until_ns
+    NodeState* node
+    Text out
+    int shut
+    int orphans
+    Packed** orphan
+    Retired* next
+
+cdef struct Round:
+    Engine_* engine
+    Channel* channel
+    int program
+    int args
+    Bytes arg[MOST_ARGS]        # 0 the key, 1 the token or first argument
+    uint64_t tag
+    int quorum
+    int64_t limit_ns
+    int64_t undo_life_ns        # how long its undo is remembered
+    int64_t valid_ns            # of a try: length of the lease less drift
+    int waits                   # 0: nobody waits for the replies
+    int generation
+    Packed* undo
+    int64_t started_ns
+    int64_t ended_ns
+    int yes
+    int no
+    int faults
+    int hits
+    int verdict
+    uint8_t vote[MOST_NODES]
+    char* causes                # nodes x CAUSE, or NULL where there is nothing to tell
+    int too_late                # of a try: a quorum said yes, but no validity was left
+    int interrupted
+    int forked

@@ -1,0 +1,304 @@
+# The Python face of the core: Engine and Votes, as `redbolt._engine` describes them.
+
+import atexit
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+
+from redbolt import _clock
+from redbolt._engine import MAX_KEY
+
+cdef Py_ssize_t longest = MAX_KEY
+cdef int64_t DELETE_LIFE_NS = 60_000_000_000
+cdef unsigned char[256] entropy
+cdef int entropy_used = 256
+cdef int entropy_generation = 0
+
+
+cdef bytes fresh_token():
+    """128 random bits from the operating system in hexadecimal; the buffer does not survive a fork."""
+    cdef bytes token = PyBytes_FromStringAndSize(NULL, 32)
+    global entropy_used, entropy_generation
+    if entropy_used + 16 > 256 or entropy_generation != rb_generation:
+        if getentropy(entropy, 256) != 0:
+            raise OSError("the operating system gives no random bytes")
+        entropy_used = 0
+        entropy_generation = rb_generation
+    rb_hex(&entropy[entropy_used], 16, PyBytes_AS_STRING(token))
+    entropy_used += 16
+    return token
+
+
+cdef class Votes:
+    """What one round came to; see `redbolt._engine.Votes`."""
+
+    cdef readonly int verdict, yes, no, hits
+    cdef readonly object token
+    cdef readonly int64_t started_ns, ended_ns, valid_until_ns
+    cdef int nodes
+    cdef bint too_late
+    cdef uint8_t[MOST_NODES] vote
+    cdef char* causes
+
+    def __dealloc__(self):
+        free(self.causes)
+
+    def outcomes(self):
+        """Per node: OPEN, YES, NO or FAULT, and the cause of a fault or the text of a reply."""
+        cdef int i
+        told = []
+        for i in range(self.nodes):
+            cause = self.causes[i * CAUSE:i * CAUSE + CAUSE].partition(b"\0")[0] if self.causes != NULL else b""
+            if self.too_late and self.vote[i] == YES:
+                told.append((FAULT, "granted, but so late that no validity was left"))
+            else:
+                told.append((<int>self.vote[i], cause.decode("utf-8", "replace")))
+        return told
+
+    cdef int fill(self, Round* r) except -1:
+        """Take over the result; raise what a signal handler raised meanwhile."""
+        self.yes = r.yes
+        self.no = r.no
+        self.hits = r.hits
+        self.started_ns = r.started_ns
+        self.ended_ns = r.ended_ns
+        self.nodes = r.engine.nodes
+        self.too_late = r.too_late
+        memcpy(self.vote, r.vote, sizeof(self.vote))
+        free(self.causes)
+        self.causes = r.causes
+        if r.interrupted:
+            rb_raise()
+        if r.forked:
+            raise RuntimeError("the process was forked by a signal handler in the middle of a round")
+        self.verdict = r.verdict
+        return 0
+
+
+cdef class Engine:
+    """Rounds on a fixed tuple of nodes; see `redbolt._engine.Engine`."""
+
+    cdef Engine_* e
+    cdef int generation
+    cdef readonly tuple nodes
+    cdef readonly str kind
+
+    def __cinit__(self, tuple nodes not None):
+        if not 0 < len(nodes) <= MOST_NODES:
+            raise ValueError(f"an engine has from 1 to {MOST_NODES} nodes, not {len(nodes)}")
+        self.nodes = nodes
+        self.kind = "native"
+        self.set_up()
+
+    cdef int set_up(self) except -1:
+        """Make all of its data; after a fork, anew."""
+        cdef Engine_* e = engine_new(<int>len(self.nodes))
+        cdef int i
+        if e == NULL:
+            raise MemoryError()
+        for i, node in enumerate(self.nodes):
+            e.node[i] = node_new(node)
+        self.e = e
+        self.generation = rb_generation
+        with nogil:
+            pthread_mutex_lock(&agent_mutex)
+            enlist(e)
+            pthread_mutex_unlock(&agent_mutex)
+        return 0
+
+    def __dealloc__(self):
+        cdef int i
+        if self.e == NULL or self.generation != rb_generation:
+            return
+        with nogil:
+            pthread_mutex_lock(&agent_mutex)
+            delist(self.e)
+            pthread_mutex_unlock(&agent_mutex)
+            close_idle(self.e)
+            for i in range(self.e.nodes):
+                node_free(self.e.node[i])
+            free(self.e.node)
+            free(self.e)
+
+    def votes(self):
+        """An empty result."""
+        return Votes.__new__(Votes)
+
+    def attempt(
+        self,
+        Votes votes not None,
+        bytes key not None,
+        bytes token,
+        int64_t lease_ms,
+        int quorum,
+        int64_t drift_ns,
+        int64_t limit_ns,
+    ):
+        """Try once to take a lock, and undo what was done if it was not granted."""
+        cdef Round r
+        cdef char[24] digits
+        if self.generation != rb_generation:
+            self.set_up()
+        if token is None:
+            token = fresh_token()
+        votes.token = token
+        votes.verdict = UNDECIDED
+        memset(&r, 0, sizeof(r))
+        set_argument(&r, key)
+        set_argument(&r, token)
+        r.arg[2].bytes = digits
+        r.arg[2].length = snprintf(digits, sizeof(digits), b"%lld", <long long>lease_ms)
+        r.args = 3
+        r.program = TAKE
+        r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
+        r.valid_ns = lease_ms * MS - drift_ns
+        r.undo_life_ns = lease_ms * MS
+        self.run(&r, quorum, limit_ns, True)
+        votes.valid_until_ns = validity_end(r.started_ns, lease_ms, drift_ns)
+        votes.fill(&r)
+        return votes.verdict == GRANTED
+
+    def round(
+        self,
+        Votes votes not None,
+        program,
+        bytes key not None,
+        tuple args not None,
+        int quorum,
+        int64_t limit_ns,
+    ):
+        """Ask all nodes to run ``program``."""
+        cdef Round r
+        if self.generation != rb_generation:
+            self.set_up()
+        memset(&r, 0, sizeof(r))
+        r.program = program.index
+        votes.verdict = UNDECIDED
+        set_argument(&r, key)
+        for argument in args:
+            set_argument(&r, argument)
+        if program.writes:
+            votes.token = args[0]
+            r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
+        r.undo_life_ns = DELETE_LIFE_NS
+        self.run(&r, quorum, limit_ns, True)
+        votes.fill(&r)
+
+    cdef int run(self, Round* r, int quorum, int64_t limit_ns, bint waits) except -1:
+        r.engine = self.e
+        r.quorum = quorum
+        r.limit_ns = limit_ns
+        r.waits = waits
+        if PyErr_CheckSignals() != 0:  # before anything is sent
+            rb_raise()
+        with nogil:
+            run_round(r)
+        return 0
+
+    def discard(self, bytes key not None, bytes token not None):
+        """Queue a token-checked delete to every node, and wait for nobody."""
+        cdef Round r
+        if self.generation != rb_generation:
+            self.set_up()
+        memset(&r, 0, sizeof(r))
+        set_argument(&r, key)
+        set_argument(&r, token)
+        r.program = DROP
+        r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
+        r.undo_life_ns = DELETE_LIFE_NS
+        r.engine = self.e
+        r.quorum = 1
+        r.limit_ns = 1000 * MS
+        with nogil:
+            run_round(&r)
+        free(r.causes)
+
+    def pending(self, bytes token not None):
+        """Say whether some write of this token was not answered yet and may still be executed."""
+        cdef uint64_t tag = rb_hash(token, len(token))
+        cdef bint found
+        if self.generation != rb_generation:
+            return False
+        with nogil:
+            found = is_pending(self.e, tag)
+        return found
+
+    def close(self):
+        """Retire the connections of all idle channels."""
+        if self.generation == rb_generation:
+            with nogil:
+                close_idle(self.e)
+
+
+cdef int set_argument(Round* r, bytes argument) except -1:
+    if argument is None:
+        raise TypeError("the words of a command are bytes")
+    if r.args == MOST_ARGS:
+        raise ValueError("a program has too many arguments")
+    if PyBytes_GET_SIZE(argument) > longest:
+        raise ValueError(f"a key or token has at most {longest} bytes, not {len(argument)}")
+    r.arg[r.args].bytes = PyBytes_AS_STRING(argument)
+    r.arg[r.args].length = PyBytes_GET_SIZE(argument)
+    r.args += 1
+    return 0
+
+
+cdef void enlist(Engine_* e) noexcept nogil:
+    global agent_engines
+    e.next = agent_engines
+    agent_engines = e
+
+
+cdef void delist(Engine_* e) noexcept nogil:
+    cdef Engine_** link = &agent_engines
+    while link[0] != NULL and link[0] != e:
+        link = &link[0].next
+    if link[0] != NULL:
+        link[0] = e.next
+
+
+cdef void close_idle(Engine_* e) noexcept nogil:
+    cdef Channel* ch
+    pthread_mutex_lock(&e.mutex)
+    while e.idle != NULL:
+        ch = e.idle
+        e.idle = ch.next_idle
+        forget_channel(e, ch)
+        channel_close(e, ch, b"closed")
+    pthread_mutex_unlock(&e.mutex)
+
+
+cdef bint is_pending(Engine_* e, uint64_t tag) noexcept nogil:
+    """Look for the token on all connections, among the deletes owed, and on what is being retired."""
+    cdef Channel* ch
+    cdef Retired* one
+    cdef bint found = False
+    cdef int i, k
+    pthread_mutex_lock(&agent_mutex)
+    pthread_mutex_lock(&e.mutex)
+    ch = e.all
+    while ch != NULL and not found:
+        found = channel_has_tag(e, ch, tag)
+        ch = ch.next
+    pthread_mutex_unlock(&e.mutex)
+    for i in range(e.nodes):
+        pthread_mutex_lock(&e.node[i].mutex)
+        node_expire_orphans(e.node[i], rb_now_ns())
+        for k in range(e.node[i].orphans):
+            found = found or e.node[i].orphan[k].tag == tag
+        pthread_mutex_unlock(&e.node[i].mutex)
+    take_retired()
+    one = agent_retired
+    while one != NULL and not found:
+        for k in range(one.orphans):
+            found = found or one.orphan[k].tag == tag
+        one = one.next
+    pthread_mutex_unlock(&agent_mutex)
+    return found
+
+
+def _offset_moved(offset_ns):
+    set_clock_offset_ns(offset_ns)
+
+
+_clock.on_offset(_offset_moved)
+atexit.register(stop_agent)

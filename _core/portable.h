@@ -1,0 +1,180 @@
+/* What the core needs from the operating system and the compiler, where Linux and macOS differ or Cython has no word for it. */
+#ifndef REDBOLT_PORTABLE_H
+#define REDBOLT_PORTABLE_H
+
+#include <errno.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__APPLE__)
+#include <sys/random.h>
+#endif
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0 /* macOS: SO_NOSIGPIPE is set on the socket instead */
+#endif
+
+/* ---- clock: nanoseconds that also count while the machine is suspended ---- */
+
+static int64_t rb_clock_offset_ns;
+
+static inline int64_t rb_now_ns(void) {
+    struct timespec t;
+#if defined(CLOCK_BOOTTIME)
+    clock_gettime(CLOCK_BOOTTIME, &t);
+#elif defined(__APPLE__)
+    clock_gettime(CLOCK_MONOTONIC_RAW, &t);
+#else
+    clock_gettime(CLOCK_MONOTONIC, &t);
+#endif
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec + __atomic_load_n(&rb_clock_offset_ns, __ATOMIC_RELAXED);
+}
+
+static inline void rb_set_clock_offset_ns(int64_t offset) {
+    __atomic_store_n(&rb_clock_offset_ns, offset, __ATOMIC_RELAXED);
+}
+
+/* ---- atomics ---- */
+
+static inline int rb_add(int *value, int by) { return __atomic_add_fetch(value, by, __ATOMIC_ACQ_REL); }
+static inline int rb_load(int *value) { return __atomic_load_n(value, __ATOMIC_ACQUIRE); }
+static inline void rb_store(int *value, int to) { __atomic_store_n(value, to, __ATOMIC_RELEASE); }
+static inline int64_t rb_load64(int64_t *value) { return __atomic_load_n(value, __ATOMIC_ACQUIRE); }
+static inline void rb_store64(int64_t *value, int64_t to) { __atomic_store_n(value, to, __ATOMIC_RELEASE); }
+static inline uint64_t rb_next(uint64_t *value) { return __atomic_add_fetch(value, 1, __ATOMIC_RELAXED); }
+
+/* ---- descriptors: every open one is marked, so that a forked child can close what it inherited ---- */
+
+#define RB_MOST_FDS (1 << 20)
+static uint64_t rb_open_fds[RB_MOST_FDS / 64];
+
+static inline int rb_mark(int fd) {
+    if (fd < 0) return fd;
+    if (fd >= RB_MOST_FDS) {
+        close(fd);
+        errno = EMFILE;
+        return -1;
+    }
+    __atomic_fetch_or(&rb_open_fds[fd / 64], (uint64_t)1 << (fd % 64), __ATOMIC_RELAXED);
+    return fd;
+}
+
+static inline void rb_close(int fd) {
+    if (fd < 0) return;
+    __atomic_fetch_and(&rb_open_fds[fd / 64], ~((uint64_t)1 << (fd % 64)), __ATOMIC_RELAXED);
+    close(fd);
+}
+
+static void rb_close_all(void) {
+    for (int word = 0; word < RB_MOST_FDS / 64; word++)
+        while (rb_open_fds[word]) rb_close(word * 64 + __builtin_ctzll(rb_open_fds[word]));
+}
+
+static inline void rb_prepare_fd(int fd) {
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+}
+
+static int rb_socket(int family) {
+#if defined(SOCK_CLOEXEC)
+    return rb_mark(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+#else
+    int fd = socket(family, SOCK_STREAM, 0), yes = 1;
+    if (fd >= 0) {
+        rb_prepare_fd(fd);
+        setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &yes, sizeof yes);
+    }
+    return rb_mark(fd);
+#endif
+}
+
+static inline void rb_no_delay(int fd) {
+    int yes = 1;
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+}
+
+static inline int rb_socket_error(int fd) {
+    int error = 0;
+    socklen_t size = sizeof error;
+    return getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) ? errno : error;
+}
+
+static int rb_pipe(int *ends) {
+    if (pipe(ends)) return -1;
+    for (int i = 0; i < 2; i++) {
+        rb_prepare_fd(ends[i]);
+        rb_mark(ends[i]);
+    }
+    return 0;
+}
+
+/* ---- threads of our own: no signal is ever delivered to them ---- */
+
+static int rb_thread(pthread_t *thread, void *(*body)(void *), void *argument, int detached) {
+    sigset_t all, before;
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, 256 * 1024);
+    if (detached) pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(thread, &attributes, body, argument);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    return error;
+}
+
+/* ---- fork: a generation that grows in every child ---- */
+
+static int rb_generation = 1;
+static void (*rb_child_hook)(void);
+
+static void rb_in_child(void) {
+    rb_close_all();
+    rb_add(&rb_generation, 1);
+    if (rb_child_hook) rb_child_hook();
+}
+
+static void rb_watch_forks(void (*hook)(void)) {
+    rb_child_hook = hook;
+    pthread_atfork(NULL, NULL, rb_in_child);
+}
+
+static inline void rb_mutex_init(pthread_mutex_t *mutex) { pthread_mutex_init(mutex, NULL); }
+
+/* ---- small things ---- */
+
+static inline uint64_t rb_hash(const char *bytes, size_t size) { /* FNV-1a */
+    uint64_t hash = 14695981039346656037u;
+    for (size_t i = 0; i < size; i++) hash = (hash ^ (unsigned char)bytes[i]) * 1099511628211u;
+    return hash ? hash : 1;
+}
+
+static inline uint32_t rb_random(void) { /* for jitter only; tokens come from the operating system */
+    static __thread uint64_t state;
+    if (!state) state = (uint64_t)rb_now_ns() ^ (uint64_t)(uintptr_t)&state;
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(state >> 33);
+}
+
+static inline void rb_hex(const unsigned char *bytes, int size, char *out) {
+    for (int i = 0; i < size; i++) {
+        out[2 * i] = "0123456789abcdef"[bytes[i] >> 4];
+        out[2 * i + 1] = "0123456789abcdef"[bytes[i] & 15];
+    }
+}
+
+static inline int rb_raise(void) { return -1; } /* lets an exception that is set already go on */
+
+#endif

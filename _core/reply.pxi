@@ -1,0 +1,111 @@
+# From a reply to a vote. A slot answers only the round that made it; what comes later is read, and never counted.
+
+cdef enum:
+    FALL_BACK = 4       # beside OPEN, YES, NO, FAULT: the node does not know this form
+    BROKEN = 5          # no reply that this program can have
+
+cdef const char* UNASKED = b"a reply that nobody asked for"
+
+
+cdef inline bint is_error(const rb_reply* reply) noexcept nogil:
+    return reply.type == REDIS_REPLY_ERROR
+
+
+cdef inline bint is_status(const rb_reply* reply, const char* text) noexcept nogil:
+    return reply.type == REDIS_REPLY_STATUS and reply.length == strlen(text) and memcmp(reply.text, text, reply.length) == 0
+
+
+cdef int decode(const rb_reply* reply, int decoder, const Bytes* token, int* hit) noexcept nogil:
+    """Read a reply as the program's decoder says (`redbolt._programs.Decoder`)."""
+    cdef size_t kept = min(reply.length, <size_t>RB_MOST_TEXT)
+    hit[0] = 0
+    if is_error(reply):
+        if has_word(reply.text, kept, b"WRONGTYPE"):
+            if decoder == GONE:
+                return YES
+            if decoder == SAME:
+                return NO
+        return FALL_BACK if falls_back_on(reply.text, kept) else FAULT
+    if decoder == OK or decoder == FLAG:
+        if is_status(reply, b"OK"):
+            return YES
+        if reply.type == REDIS_REPLY_NIL:
+            return NO
+    if reply.type == REDIS_REPLY_INTEGER and (reply.integer == 0 or reply.integer == 1):
+        if decoder == FLAG:
+            return YES if reply.integer else NO
+        if decoder == GONE:
+            hit[0] = <int>reply.integer
+            return YES
+    if decoder == SAME and (reply.type == REDIS_REPLY_STRING or reply.type == REDIS_REPLY_NIL):
+        if token == NULL or reply.type == REDIS_REPLY_NIL or reply.length != token.length:
+            return NO
+        return YES if memcmp(reply.text, token.bytes, token.length) == 0 else NO
+    if decoder == TEXT and reply.type == REDIS_REPLY_STATUS:
+        return YES
+    return BROKEN
+
+
+cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil:
+    """Deal with the reply in ``conn.reply``. ``r`` is the round of the calling thread, or NULL in the agent."""
+    cdef rb_reply* reply = &conn.reply
+    cdef NodeState* node = e.node[conn.node]
+    cdef char text[CAUSE]
+    cdef Slot slot
+    cdef bint mine
+    cdef int vote, hit = 0
+    cdef Bytes* token
+    if reply.type == REDIS_REPLY_PUSH or reply.type == REDIS_REPLY_ATTR:
+        return
+    text[0] = 0
+    if is_error(reply) or reply.type == REDIS_REPLY_STATUS:
+        copy_cause(text, reply.text, reply.length)
+    if conn.slots == 0:  # unasked: a server that is full says so before it hangs up
+        if not text[0]:
+            copy_cause(text, UNASKED, strlen(UNASKED))
+        conn_fail(e, ch, conn, text, False)
+        return
+    slot = slot_at(conn, 0)[0]
+    conn.first = (conn.first + 1) & (conn.room - 1)
+    conn.slots -= 1
+    conn.backlog -= slot.size
+    conn.heard = 1
+    if node.suspect and conn.state == READY:
+        node.suspect = 0
+    if slot.program < 0:
+        if is_error(reply) and slot.program == HANDSHAKE_WORD:
+            conn_fail(e, ch, conn, text, False)
+            return
+        conn.shaking -= 1
+        if conn.shaking == 0:
+            conn_ready(e, conn)
+        return
+    mine = r != NULL and ch.active and slot.round == ch.round
+    token = &r.arg[1] if mine and r.args > 1 else NULL
+    vote = decode(reply, prog[slot.program].decoder, token, &hit)
+    if vote == FALL_BACK:
+        if slot.form + 1 < prog[slot.program].forms:
+            if node.form[slot.program] <= slot.form:
+                node.form[slot.program] = slot.form + 1
+            if mine:
+                packed_free(slot.undo)
+                round_send(r, conn, slot.form + 1)
+            elif slot.undo != NULL:
+                conn_put_delete(conn, slot.undo, slot.due_ns)
+                packed_free(slot.undo)
+            return
+        vote = FAULT
+    elif vote != BROKEN and slot.form < prog[slot.program].native:
+        conn.proven |= proof(slot.program, slot.form)
+    if vote == BROKEN:
+        conn.first = (conn.first - 1) & (conn.room - 1)  # what it did is unknown: its undo must not be lost
+        conn.slots += 1
+        conn.backlog += slot.size
+        conn_fail(e, ch, conn, b"a reply that does not belong to the command", False)
+        return
+    packed_free(slot.undo)
+    if mine and ch.vote[conn.node] == OPEN:
+        ch.vote[conn.node] = <uint8_t>vote
+        ch.hits += hit
+        if vote == FAULT or prog[slot.program].decoder == TEXT:
+            memcpy(&ch.cause[conn.node * CAUSE], text, CAUSE)

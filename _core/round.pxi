@@ -1,0 +1,252 @@
+# A round: written to every node before any is read, then one poll over all of them until the votes have decided it.
+
+cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
+cdef int64_t SLICE_NS = 50_000_000      # longest poll: signals are looked for in between
+cdef int64_t STALE_NS = 2_000_000       # a channel idle for longer may have lost a connection meanwhile
+cdef uint64_t last_round = 0
+
+
+cdef inline void set_fault(Channel* ch, int i, const char* cause) noexcept nogil:
+    ch.vote[i] = FAULT
+    copy_cause(&ch.cause[i * CAUSE], cause, strlen(cause))
+
+
+cdef void round_begin(Round* r, Channel* ch) noexcept nogil:
+    cdef int n = r.engine.nodes
+    r.channel = ch
+    ch.round = rb_next(&last_round)
+    ch.hits = 0
+    memset(ch.vote, OPEN, n)
+    memset(ch.sent, 0, n)
+    memset(ch.form_packed, 0, sizeof(ch.form_packed))
+    r.started_ns = rb_now_ns()
+
+
+cdef bint round_pack(Round* r, int form) noexcept nogil:
+    """Have the command in this form ready in the channel."""
+    cdef Channel* ch = r.channel
+    if not ch.form_packed[form]:
+        ch.form_bytes[form].length = 0
+        if not pack(&ch.form_bytes[form], r.program, form, r.arg):
+            return False
+        ch.form_packed[form] = 1
+    return True
+
+
+cdef void round_send(Round* r, Conn* conn, int form) noexcept nogil:
+    """Send the command to one node. The connection's mutex is held."""
+    cdef Channel* ch = r.channel
+    cdef Slot slot
+    memset(&slot, 0, sizeof(slot))
+    slot.round = ch.round if r.waits else 0
+    slot.tag = r.tag
+    slot.sent_ns = r.started_ns
+    slot.due_ns = r.started_ns + r.limit_ns
+    slot.program = <int8_t>r.program
+    slot.form = <uint8_t>form
+    slot.undo = r.undo
+    if round_pack(r, form) and conn_put(conn, ch.form_bytes[form].bytes, ch.form_bytes[form].length, &slot):
+        ch.sent[conn.node] = 1
+    else:
+        set_fault(ch, conn.node, b"too many unanswered commands")
+
+
+cdef inline void send_if_ready(Round* r, Conn* conn) noexcept nogil:
+    cdef int i = conn.node
+    cdef int form
+    if conn.state == READY and r.channel.vote[i] == OPEN and not r.channel.sent[i]:
+        form = r.engine.node[i].form[r.program] if r.waits else safe_form(conn, r.program)
+        round_send(r, conn, form)
+
+
+cdef void run_round(Round* r) noexcept nogil:
+    """The whole of it: take a channel, write, wait, judge, undo, put the channel back."""
+    cdef Engine_* e = r.engine
+    cdef Channel* ch
+    cdef Conn* conn
+    cdef int i
+    r.generation = rb_load(&rb_generation)
+    if prog[r.program].deletes or r.program == TAKE:
+        r.undo = pack_delete(&r.arg[0], &r.arg[1], r.tag, rb_now_ns() + r.undo_life_ns)
+    ch = check_out(r)
+    if ch == NULL:
+        packed_free(r.undo)
+        r.verdict = UNDECIDED
+        return
+    if r.started_ns - ch.used_ns > STALE_NS:
+        for i in range(e.nodes):
+            conn = &ch.conn[i]
+            if conn.state >= HANDSHAKE:
+                pthread_mutex_lock(&conn.mutex)
+                conn_read(e, ch, conn, NULL)
+                pthread_mutex_unlock(&conn.mutex)
+        r.started_ns = rb_now_ns()
+    ch.active = 1
+    for i in range(e.nodes):
+        begin_node(r, i)
+    if r.waits:
+        wait_for_votes(r)
+        if r.forked:  # this is a child now, and nothing of the round belongs to it
+            return
+    finish_round(r)
+    put_back(r)
+
+
+cdef void begin_node(Round* r, int i) noexcept nogil:
+    cdef Engine_* e = r.engine
+    cdef Channel* ch = r.channel
+    cdef NodeState* node = e.node[i]
+    cdef Conn* conn = &ch.conn[i]
+    if ch.vote[i] != OPEN:
+        return
+    if node.suspect and not prog[r.program].deletes:
+        set_fault_of(ch, i, node, b"left out until it answers again: ")
+        return
+    pthread_mutex_lock(&conn.mutex)
+    if conn.state == CLOSED and r.waits:
+        if node.next_connect_ns > r.started_ns:
+            set_fault_of(ch, i, node, b"")
+        else:
+            conn_open(e, ch, conn, r.limit_ns)
+    send_if_ready(r, conn)
+    pthread_mutex_unlock(&conn.mutex)
+
+
+cdef void set_fault_of(Channel* ch, int i, NodeState* node, const char* head) noexcept nogil:
+    """A fault whose cause is what is known of the node."""
+    pthread_mutex_lock(&node.mutex)
+    ch.vote[i] = FAULT
+    snprintf(&ch.cause[i * CAUSE], CAUSE, b"%s%s", head, node.cause)
+    pthread_mutex_unlock(&node.mutex)
+
+
+cdef void count_votes(Round* r) noexcept nogil:
+    cdef int i, still_open = 0
+    r.yes = r.no = r.faults = 0
+    for i in range(r.engine.nodes):
+        if r.channel.vote[i] == YES:
+            r.yes += 1
+        elif r.channel.vote[i] == NO:
+            r.no += 1
+        elif r.channel.vote[i] == OPEN:
+            still_open += 1
+        else:
+            r.faults += 1
+    r.verdict = judge(r.yes, r.no, still_open, r.engine.nodes, r.quorum)
+
+
+cdef void wait_for_votes(Round* r) noexcept nogil:
+    cdef Engine_* e = r.engine
+    cdef Channel* ch = r.channel
+    cdef Conn* conn
+    cdef pollfd[MOST_NODES] fds
+    cdef int[MOST_NODES] place
+    cdef int64_t deadline = r.started_ns + r.limit_ns
+    cdef int64_t now, wait_ns
+    cdef int i, n, got
+    cdef short interest, events
+    while True:
+        count_votes(r)
+        if r.verdict != WAITING:
+            return
+        now = rb_now_ns()
+        if now >= deadline:
+            return
+        wait_ns = min(deadline - now, SLICE_NS)
+        n = 0
+        for i in range(e.nodes):
+            conn = &ch.conn[i]
+            place[i] = -1
+            interest = conn_interest(conn)
+            if interest and (conn.slots or conn.out.length or conn.state < READY):
+                fds[n].fd = conn.fd
+                fds[n].events = interest
+                fds[n].revents = 0
+                place[i] = n
+                n += 1
+            elif CLOSED < conn.state < HANDSHAKE:  # waits for a name, or for room in a listening socket's backlog
+                wait_ns = min(wait_ns, MS)
+        got = poll(fds, n, <int>((wait_ns + MS - 1) // MS))
+        if got <= 0 and (wait_ns == SLICE_NS or got < 0):
+            look_for_signals(r)
+            if r.interrupted or r.forked:
+                return
+            if got < 0:
+                continue
+        for i in range(e.nodes):
+            conn = &ch.conn[i]
+            events = fds[place[i]].revents if place[i] >= 0 else 0
+            if events or CLOSED < conn.state < HANDSHAKE:
+                pthread_mutex_lock(&conn.mutex)
+                conn_advance(e, ch, conn, events, r)
+                send_if_ready(r, conn)
+                pthread_mutex_unlock(&conn.mutex)
+
+
+cdef void look_for_signals(Round* r) noexcept nogil:
+    with gil:
+        if PyErr_CheckSignals() != 0:
+            r.interrupted = 1  # the exception stays set until the call returns
+    if rb_load(&rb_generation) != r.generation:
+        r.forked = 1
+
+
+cdef void finish_round(Round* r) noexcept nogil:
+    """Judge, mark who was silent, and take back what was not granted."""
+    cdef Engine_* e = r.engine
+    cdef Channel* ch = r.channel
+    cdef char[CAUSE] cause
+    cdef int i
+    r.ended_ns = rb_now_ns()
+    if r.waits and not r.interrupted and r.verdict == WAITING:
+        for i in range(e.nodes):
+            if ch.vote[i] == OPEN:
+                snprintf(
+                    cause, sizeof(cause), b"no %s within %lld ms",
+                    b"answer" if ch.sent[i] else b"connection", <long long>(r.limit_ns // MS),
+                )  # fmt: skip
+                set_fault(ch, i, cause)
+                node_suspect(e.node[i], cause)
+    count_votes(r)
+    if r.verdict == WAITING:
+        r.verdict = UNDECIDED
+    r.hits = ch.hits
+    memcpy(r.vote, ch.vote, e.nodes)
+    if r.faults or prog[r.program].decoder == TEXT:
+        r.causes = <char*>calloc(e.nodes, CAUSE)
+        for i in range(e.nodes if r.causes != NULL else 0):
+            if ch.vote[i] == FAULT or prog[r.program].decoder == TEXT:
+                memcpy(&r.causes[i * CAUSE], &ch.cause[i * CAUSE], CAUSE)
+    if r.program == TAKE:
+        if r.verdict == GRANTED and r.ended_ns >= r.started_ns + r.valid_ns:
+            r.verdict = UNDECIDED
+            r.too_late = 1
+        if r.interrupted and r.verdict == GRANTED:
+            r.verdict = UNDECIDED
+        if r.verdict != GRANTED:
+            for i in range(e.nodes):
+                if ch.sent[i] and ch.vote[i] != NO:
+                    undo_on(r, i)
+    elif prog[r.program].deletes:
+        for i in range(e.nodes):
+            if not ch.sent[i]:
+                owe_delete(e.node[i], r.undo)
+    packed_free(r.undo)
+
+
+cdef void undo_on(Round* r, int i) noexcept nogil:
+    """Queue the undo behind the try, on the same connection. If that has died, the slot's copy is owed already."""
+    cdef Conn* conn = &r.channel.conn[i]
+    pthread_mutex_lock(&conn.mutex)
+    if conn.state == READY and r.undo != NULL and not conn_put_delete(conn, r.undo, r.ended_ns + r.limit_ns):
+        owe_delete(r.engine.node[i], r.undo)
+    pthread_mutex_unlock(&conn.mutex)
+
+
+cdef void owe_delete(NodeState* node, Packed* packed) noexcept nogil:
+    """Remember a delete for the next connection to this node."""
+    if packed == NULL:
+        return
+    pthread_mutex_lock(&node.mutex)
+    node_add_orphan(node, packed_keep(packed))
+    pthread_mutex_unlock(&node.mutex)
