@@ -41,11 +41,11 @@ def fetch_hiredis() -> None:
     pinned = HIREDIS_DIR / "PINNED"
     if pinned.is_file() and pinned.read_text() == HIREDIS:
         return
-    HIREDIS_DIR.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as tmp:
         Path(tmp, "pinned.txt").write_text(HIREDIS)
         download = [*PIP_DOWNLOAD.split(), "--dest", tmp, "--requirement", f"{tmp}/pinned.txt"]
         subprocess.run([sys.executable, "-m", *download], check=True)
+        HIREDIS_DIR.mkdir(exist_ok=True)
         with tarfile.open(next(Path(tmp).glob("hiredis-*.tar.gz"))) as sdist:
             for member in sdist.getmembers():
                 path = Path(member.name)

@@ -126,6 +126,7 @@ cdef int look_after(Engine_* e, pollfd* fds, int n, int room, int64_t* due) noex
             conn = &ch.conn[i]
             pthread_mutex_lock(&conn.mutex)
             look_after_conn(e, conn, first, now, due)
+            ch.late |= late_tags(conn)
             if n < room and (conn.slots or conn.out.length or conn.state < READY) and conn_interest(conn):
                 if e.node[i].suspect or conn.out.length or conn.state < READY:
                     fds[n].fd = conn.fd

@@ -60,21 +60,36 @@ cdef void channel_close(Engine_* e, Channel* ch, const char* cause) noexcept nog
 
 
 cdef bint channel_has_tag(Engine_* e, Channel* ch, uint64_t tag) noexcept nogil:
+    """Say whether a finished round has left a write of this token unanswered here. The engine's mutex is held."""
     cdef int i
+    if not ch.late & late_bit(tag):
+        return False
     for i in range(e.nodes):
         if conn_waits_for(&ch.conn[i], tag):
             return True
     return False
 
 
+cdef inline uint64_t late_bit(uint64_t tag) noexcept nogil:
+    return (<uint64_t>1) << (tag & 63)
+
+
 cdef bint conn_waits_for(Conn* conn, uint64_t tag) noexcept nogil:
     cdef bint found
-    if conn.slots == 0:  # an older write of the token would show: whoever made it has told us so since
-        return False
     pthread_mutex_lock(&conn.mutex)
     found = conn_has_tag(conn, tag)
     pthread_mutex_unlock(&conn.mutex)
     return found
+
+
+cdef uint64_t late_tags(Conn* conn) noexcept nogil:
+    """The bits of the tokens whose writes are unanswered on this connection. Its mutex is held."""
+    cdef uint64_t late = 0
+    cdef uint32_t i
+    for i in range(conn.slots):
+        if slot_at(conn, i).tag:
+            late |= late_bit(slot_at(conn, i).tag)
+    return late
 
 
 cdef Channel* check_out(Round* r) noexcept nogil:
@@ -113,7 +128,7 @@ cdef Channel* check_out(Round* r) noexcept nogil:
     if r.tag:
         ch = e.all
         while ch != NULL:
-            if ch != best:
+            if ch != best and ch.late & late_bit(r.tag):
                 queue_behind(r, ch)
             ch = ch.next
     pthread_mutex_unlock(&e.mutex)
@@ -127,8 +142,6 @@ cdef void queue_behind(Round* r, Channel* other) noexcept nogil:
     cdef int i, form
     for i in range(e.nodes):
         conn = &other.conn[i]
-        if conn.slots == 0:
-            continue
         pthread_mutex_lock(&conn.mutex)
         if conn_has_tag(conn, r.tag):
             memset(&slot, 0, sizeof(slot))
@@ -163,6 +176,7 @@ cdef void put_back(Round* r) noexcept nogil:
     cdef Conn* conn
     cdef int64_t soon = r.ended_ns + min(r.limit_ns, 50 * MS)
     cdef int64_t due = NEVER
+    cdef uint64_t late = 0
     cdef int i
     ch.active = 0
     ch.used_ns = r.ended_ns
@@ -174,8 +188,13 @@ cdef void put_back(Round* r) noexcept nogil:
             due = min(due, soon)
         elif conn.slots:
             due = min(due, r.ended_ns + r.limit_ns)
+        if conn.slots:
+            pthread_mutex_lock(&conn.mutex)
+            late |= late_tags(conn)
+            pthread_mutex_unlock(&conn.mutex)
     pthread_mutex_lock(&e.mutex)
     e.used_ns = r.ended_ns
+    ch.late = late
     ch.next_idle = e.idle
     e.idle = ch
     pthread_mutex_unlock(&e.mutex)

@@ -123,6 +123,7 @@ cdef struct Channel:
     Conn* conn
     uint64_t round              # the round that runs or ran last
     int active                  # it runs
+    uint64_t late               # a bit for each token that finished rounds left unanswered; set under Engine_.mutex
     int64_t used_ns
     uint8_t* vote
     uint8_t* sent

@@ -88,14 +88,6 @@ def acquire(
             if votes.yes:  # a split vote: somebody else tries right now, too
                 pause = min(pause, jitter(_SPLIT_ROUNDS * _round_s(votes) * 2 ** min(splits, 20)))
                 splits += 1
-            if not type_known:
-                type_known = True
-                if found := (yield from foreign_type(engine, target)):
-                    _log.warning(
-                        "waiting for lock %r, but its key holds a %s; no lock put that there",
-                        target.key,
-                        found,
-                    )
         else:
             error = unavailable(engine, votes, target, "cannot acquire")
             silent_ns = votes.ended_ns - reached_ns
@@ -108,7 +100,7 @@ def acquire(
         wake_ns = now + int(pause * 1e9)
         over = retry.count is not None and tries >= retry.count
         if deadline_ns is not None and not over:
-            last_ns = deadline_ns - 1_000_000 - (0 if votes is None else int(2e9 * _round_s(votes)))
+            last_ns = deadline_ns - _reserve_ns(votes)
             if now >= last_ns:  # another try might not end in time, but the whole budget is waited
                 yield Sleep(deadline_ns)
                 over = True
@@ -117,6 +109,12 @@ def acquire(
             if votes is not None and votes.verdict == REFUSED:
                 return False
             raise unavailable(engine, votes, target, "cannot acquire")
+        if not type_known and votes is not None and votes.verdict == REFUSED:
+            type_known = True
+            if found := (yield from foreign_type(engine, target)):
+                _log.warning(
+                    "waiting for lock %r, but its key holds a %s; no lock put that there", target.key, found
+                )
         yield Sleep(wake_ns)
         if token is not None and engine.pending(token):
             continue
@@ -133,6 +131,11 @@ def acquire(
             if votes.verdict == GRANTED:
                 engine.discard(target.key, votes.token)
             raise
+
+
+def _reserve_ns(votes: Votes | None) -> int:
+    """How long before the deadline the last try begins: about the time that it takes, but little."""
+    return 1_000_000 + (0 if votes is None else min(2 * (votes.ended_ns - votes.started_ns), 5_000_000))
 
 
 def _round_s(votes: Votes) -> float:

@@ -58,7 +58,8 @@ def release(
     while True:
         told = causes(engine, votes)
         behind = any(text.startswith(_BEHIND) for text in told.values())
-        if not behind or now_ns() - started_ns >= target.limit_ns:
+        left_ns = started_ns + target.limit_ns - now_ns()
+        if not behind or left_ns <= 0:
             done = f"{votes.yes} of {len(engine.nodes)} nodes confirmed it, {target.quorum} are needed"
             raise ReleaseUnconfirmed(
                 f"the release of lock {lease.key!r} could not be confirmed ({done}); it can be tried again,"
@@ -66,8 +67,8 @@ def release(
                 lease.key,
                 told,
             )
-        yield Sleep(now_ns() + _PAUSE_NS)
+        yield Sleep(now_ns() + min(_PAUSE_NS, left_ns))
         votes = engine.votes()
-        yield Ask(votes, DROP, target.key, (lease.token,), target.quorum, target.limit_ns)
+        yield Ask(votes, DROP, target.key, (lease.token,), target.quorum, left_ns)
         if votes.verdict == GRANTED:
             return votes

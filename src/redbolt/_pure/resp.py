@@ -1,0 +1,256 @@
+"""The protocol: packing commands, reading replies (RESP2 and RESP3), and what a reply says in a vote.
+
+Only the outermost value of a reply is kept: a lock never asks for more, and what a hostile server nests inside costs
+no memory. That is why the reader is our own even where the hiredis package is there: its reader builds the lists that
+a server announces, and does not tell a status from a string.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+from redbolt._engine import MAX_REPLY
+from redbolt._judge import FAULT, NO, YES, is_wrongtype
+from redbolt._programs import DROP, EXTEND, PROGRAMS, TAKE, Decoder, Program
+
+__all__ = [
+    "BULK", "COMMON", "DROP_PLAN", "ERROR", "INTEGER", "NIL", "OTHER", "PLANS", "PUSH", "STATUS",
+    "Answer", "Plan", "Reader", "Reply", "decode", "pack_command", "text_of",
+]  # fmt: skip
+
+STATUS: Final = 0
+ERROR: Final = 1
+INTEGER: Final = 2
+BULK: Final = 3
+NIL: Final = 4
+OTHER: Final = 5  # a list, a map, a double ...: nothing that a lock asks for
+PUSH: Final = 6  # an out-of-band message, or an attribute: no reply to any command
+
+Reply: TypeAlias = tuple[int, bytes | int | None]
+"""Kind and value: the text of a status, error or string, or an integer."""
+Answer: TypeAlias = tuple[int, int, str]
+"""What one node says in a round: the vote, how many keys it deleted, and a text (of a type, or the cause of a fault)."""
+
+_MOST_TEXT = 200  # characters of a server's text that are kept
+_MOST_ELEMENTS = 65_536
+
+
+# ---- packing ----
+
+
+def pack_command(words: Sequence[bytes]) -> bytes:
+    """One command as it is sent."""
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+def _packer(form: Sequence[bytes | int]) -> Callable[[Sequence[bytes]], bytes]:
+    template = b"*%d\r\n" % len(form)
+    numbers = []
+    for part in form:
+        if isinstance(part, int):
+            template += b"$%d\r\n%b\r\n"
+            numbers.append(part)
+        else:
+            template += b"$%d\r\n%b\r\n" % (len(part), part.replace(b"%", b"%%"))
+
+    def packer(words: Sequence[bytes]) -> bytes:
+        fill: list[int | bytes] = []
+        for number in numbers:
+            word = words[number]
+            fill += (len(word), word)
+        return template % tuple(fill)
+
+    return packer
+
+
+# ---- reading ----
+
+_OK: Reply = (STATUS, b"OK")
+_NIL: Reply = (NIL, None)
+COMMON: Final[dict[bytes, tuple[Reply]]] = {
+    b"+OK\r\n": (_OK,),
+    b"$-1\r\n": (_NIL,),
+    b"*-1\r\n": (_NIL,),
+    b"_\r\n": (_NIL,),
+    b":0\r\n": ((INTEGER, 0),),
+    b":1\r\n": ((INTEGER, 1),),
+}
+"""The replies that nearly all reads bring, whole."""
+
+_NUMBER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
+_TYPES = frozenset(b"+-:$=*%~>|,#(_")
+_BREAKS = re.compile(rb"[\r\n]")
+
+
+class _Garbage(Exception):
+    pass
+
+
+class Reader:
+    """Cuts what a server sends into replies; remembers what is not whole yet."""
+
+    __slots__ = ("_buffer", "_missing", "_passed", "_push", "_scanned", "fault")
+
+    def __init__(self) -> None:
+        self.fault: str | None = None
+        self._buffer = b""
+        self._scanned = 0  # no line ends before this place
+        self._missing = 0  # values that the open list still lacks
+        self._passed = 0  # bytes of it that were read and forgotten
+        self._push = False  # it is a push
+
+    def feed(self, data: bytes) -> Sequence[Reply]:
+        """The replies that ``data`` completes. Sets ``fault`` where the stream is no RESP any more, or too long."""
+        if not self._buffer and not self._missing:
+            common = COMMON.get(data)
+            if common is not None:
+                return common
+        return self._cut(self._buffer + data)
+
+    def _cut(self, buffer: bytes) -> list[Reply]:
+        replies: list[Reply] = []
+        place, scanned = 0, self._scanned
+        try:
+            while place < len(buffer):
+                if buffer[place] not in _TYPES:
+                    raise _Garbage(f"Protocol error, got {chr(buffer[place])!r} as reply type byte")
+                end = buffer.find(b"\r\n", max(place + 1, scanned))
+                if end < 0:
+                    scanned = len(buffer) - 1
+                    break
+                kind, value, extra, more = _line(buffer[place], buffer[place + 1 : end])
+                after = end + 2
+                if extra >= 0:
+                    after += extra + 2
+                    if after > len(buffer):
+                        scanned = end
+                        break
+                    if buffer[after - 2 : after] != b"\r\n":
+                        raise _Garbage("Bad bulk string value")
+                    value = buffer[end + 2 : after - 2]
+                self._count(replies, kind, value, more, after - place)
+                place = scanned = after
+        except _Garbage as garbage:
+            self.fault = str(garbage)
+        self._buffer = buffer[place:]
+        self._scanned = max(0, scanned - place)
+        if self._passed + len(self._buffer) > MAX_REPLY:
+            self.fault = "the reply is too long for any lock"
+        return replies
+
+    def _count(self, replies: list[Reply], kind: int, value: bytes | int | None, more: int, size: int) -> None:
+        """Take in one value: a whole reply, a part of the open list, or the head of a list."""
+        if self._missing:
+            self._missing += more - 1
+            self._passed += size
+        elif more:
+            self._missing, self._passed, self._push = more, size, kind == PUSH
+        else:
+            replies.append((kind, value))
+            return
+        if not self._missing:
+            replies.append((PUSH if self._push else OTHER, None))
+            self._passed = 0
+
+
+def _line(mark: int, line: bytes) -> tuple[int, bytes | int | None, int, int]:
+    """Read a line: kind, value, bytes that must follow (or -1), values that must follow."""
+    if mark in b"+-":
+        if _BREAKS.search(line):
+            raise _Garbage("Bad simple string value")
+        return (STATUS if mark == 0x2B else ERROR), line, -1, 0
+    if mark in b",#(":
+        return OTHER, None, -1, 0
+    if mark == 0x5F:
+        if line:
+            raise _Garbage("Bad nil value")
+        return NIL, None, -1, 0
+    number = int(line) if _NUMBER.fullmatch(line) else 1 << 63
+    if not -(1 << 63) <= number < 1 << 63:
+        raise _Garbage("Bad integer value")
+    if mark == 0x3A:
+        return INTEGER, number, -1, 0
+    if number == -1:
+        return NIL, None, -1, 0
+    if mark in b"$=":
+        if number < 0:
+            raise _Garbage("Bulk string length out of range")
+        return (BULK if mark == 0x24 else OTHER), None, number, 0
+    if not 0 <= number <= _MOST_ELEMENTS:
+        raise _Garbage("Multi-bulk length out of range")
+    return (PUSH if mark in b">|" else OTHER), None, -1, number * 2 if mark in b"%|" else number
+
+
+# ---- votes ----
+
+_YES: Answer = (YES, 0, "")
+_NO: Answer = (NO, 0, "")
+_ANSWERS: dict[Decoder, dict[Reply, Answer]] = {
+    Decoder.OK: {_OK: _YES, _NIL: _NO},
+    Decoder.FLAG: {_OK: _YES, (INTEGER, 1): _YES, (INTEGER, 0): _NO, _NIL: _NO},
+    Decoder.GONE: {(INTEGER, 1): (YES, 1, ""), (INTEGER, 0): _YES},
+    Decoder.SAME: {_NIL: _NO},
+    Decoder.TEXT: {},
+}
+
+
+class Plan:
+    """A program made ready for use."""
+
+    __slots__ = ("answers", "decoder", "deletes", "index", "last", "packers", "program", "proofs", "undone", "writes")
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.index = program.index
+        self.decoder = program.decoder
+        self.deletes = program.deletes
+        self.writes = program in (TAKE, DROP, EXTEND)
+        self.undone = program in (TAKE, DROP)  # its unanswered commands are followed by a delete
+        self.last = len(program.forms) - 1
+        self.packers = tuple(map(_packer, program.forms))
+        self.answers = _ANSWERS[program.decoder]
+        several = self.last > 0
+        self.proofs = tuple(
+            1 << (4 * program.index + form) if several and form < program.native else 0
+            for form in range(len(program.forms))
+        )
+        """Per form: the bit that says it was answered; 0 where that tells nothing."""
+
+    def safe_form(self, proven: int) -> int:
+        """A form that needs no fallback where those in ``proven`` were answered."""
+        for form, proof in enumerate(self.proofs):
+            if proof & proven:
+                return form
+        return self.last
+
+
+PLANS: Final = tuple(map(Plan, PROGRAMS))
+DROP_PLAN: Final = PLANS[DROP.index]
+
+
+def decode(decoder: Decoder, reply: Reply, token: bytes | None) -> Answer | None:
+    """The answer of a reply that is in no table; None where the program cannot have such a reply."""
+    kind, value = reply
+    if kind == ERROR:
+        assert isinstance(value, bytes)
+        text = text_of(value)
+        if is_wrongtype(value):
+            if decoder == Decoder.GONE:
+                return _YES
+            if decoder == Decoder.SAME:
+                return _NO
+        return FAULT, 0, text
+    if kind == BULK and decoder == Decoder.SAME:
+        return _YES if value == token else _NO
+    if kind == STATUS and decoder == Decoder.TEXT:
+        assert isinstance(value, bytes)
+        return YES, 0, text_of(value)
+    return None
+
+
+def text_of(value: bytes) -> str:
+    """A server's text as messages show it: its beginning, in one line."""
+    text = value[: 4 * _MOST_TEXT].decode("utf-8", "replace")[:_MOST_TEXT]
+    return "".join([" " if char < " " else char for char in text])
