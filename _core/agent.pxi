@@ -1,5 +1,6 @@
-# The agent: one C thread per process that never needs the GIL. It reads what rounds have left open, tells which nodes are silent,
-# connects to them again, and sees retired connections to their end. It sleeps while there is nothing of that kind.
+# The agent: one C thread per process that never needs the GIL. It reads what rounds have left open, tells
+# which nodes are silent, connects to them again, and sees retired connections to their end. It sleeps while
+# there is nothing of that kind.
 
 cdef pthread_mutex_t agent_mutex    # the list of engines, and what is retired
 cdef pthread_mutex_t start_mutex    # starting and stopping; a leaf
@@ -144,6 +145,7 @@ cdef void look_after_conn(Engine_* e, Conn* conn, bint first, int64_t now, int64
     cdef NodeState* node = e.node[conn.node]
     cdef char[CAUSE] cause
     cdef int64_t replace_ns
+    cdef long long silent_ms
     cdef Slot* oldest
     if conn.state == READY or conn.state == HANDSHAKE:
         conn_flush(conn)
@@ -154,7 +156,8 @@ cdef void look_after_conn(Engine_* e, Conn* conn, bint first, int64_t now, int64
     if CLOSED < conn.state < READY:
         replace_ns = conn.opened_ns + max(conn.limit_ns, SILENT_NS)
         if now >= replace_ns:
-            snprintf(cause, sizeof(cause), b"no connection within %lld ms", <long long>((now - conn.opened_ns) // MS))
+            silent_ms = (now - conn.opened_ns) // MS
+            snprintf(cause, sizeof(cause), b"no connection within %lld ms", silent_ms)
             conn_fail(e, NULL, conn, cause, True)
         else:
             due[0] = min(due[0], replace_ns)
@@ -165,7 +168,8 @@ cdef void look_after_conn(Engine_* e, Conn* conn, bint first, int64_t now, int64
         if now < oldest.due_ns:
             due[0] = min(due[0], oldest.due_ns)
         else:
-            snprintf(cause, sizeof(cause), b"no answer within %lld ms", <long long>((oldest.due_ns - oldest.sent_ns) // MS))
+            silent_ms = (oldest.due_ns - oldest.sent_ns) // MS
+            snprintf(cause, sizeof(cause), b"no answer within %lld ms", silent_ms)
             node_suspect(node, cause)
             replace_ns = oldest.sent_ns + max(SILENT_NS, 4 * (oldest.due_ns - oldest.sent_ns))
             if now >= replace_ns:
@@ -257,7 +261,7 @@ cdef int take_retired() noexcept nogil:
 
 
 cdef int see_off_retired(pollfd* fds, int n, int room, int64_t* due) noexcept nogil:
-    """Send the rest, end our side, read to the end of theirs; then its deletes may go on another connection."""
+    """Send the rest, end our side, read to the end of theirs; then its deletes may go elsewhere."""
     cdef Retired** link = &agent_retired
     cdef Retired* one
     cdef int64_t now = rb_now_ns()

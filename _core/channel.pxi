@@ -60,7 +60,10 @@ cdef void channel_close(Engine_* e, Channel* ch, const char* cause) noexcept nog
 
 
 cdef bint channel_has_tag(Engine_* e, Channel* ch, uint64_t tag) noexcept nogil:
-    """Say whether a finished round has left a write of this token unanswered here. The engine's mutex is held."""
+    """Say whether a finished round has left a write of this token unanswered here.
+
+    The engine's mutex is held.
+    """
     cdef int i
     if not ch.late & late_bit(tag):
         return False
@@ -95,8 +98,9 @@ cdef uint64_t late_tags(Conn* conn) noexcept nogil:
 cdef Channel* check_out(Round* r) noexcept nogil:
     """Take an idle channel for a round, or make one.
 
-    A later write of a token must follow the earlier ones on the same connection. So the channel that still waits for one is
-    preferred; on channels that other threads use, the command is queued behind it here, and nobody waits for its reply.
+    A later write of a token must follow the earlier ones on the same connection. So the channel that still
+    waits for one is preferred; on channels that other threads use, the command is queued behind it here, and
+    nobody waits for its reply.
     """
     cdef Engine_* e = r.engine
     cdef Channel* ch

@@ -1,4 +1,5 @@
-# One connection: opened without blocking, written under its mutex, read by its owner, given up without losing what was sent.
+# One connection: opened without blocking, written under its mutex, read by its owner, given up without
+# losing what was sent.
 
 cdef enum:
     MOST_BACKLOG = 262_144      # bytes of unanswered commands
@@ -84,7 +85,7 @@ cdef void conn_flush(Conn* conn) noexcept nogil:
 
 
 cdef void conn_reset(Conn* conn) noexcept nogil:
-    """Forget all of a connection but its mutex and its place; the descriptor is somebody else's business by now."""
+    """Forget all of it but its mutex and place; the descriptor is somebody else's business by now."""
     if conn.reader != NULL:
         redisReaderFree(conn.reader)
     conn.reader = NULL
@@ -99,11 +100,18 @@ cdef void conn_reset(Conn* conn) noexcept nogil:
     conn.again_ns = 0
 
 
+cdef void distrust_form(NodeState* node, int program, int form) noexcept nogil:
+    """The node does not seem to know a plain command: use the next form. The node's mutex is held."""
+    if form < prog[program].native and form + 1 < prog[program].forms and node.form[program] == form:
+        node.form[program] = <uint8_t>(form + 1)
+
+
 cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint gone) noexcept nogil:
     """Give a connection up; its node's vote in the running round becomes a fault. The mutex is held.
 
-    ``gone``: the other side has ended it, so nothing more comes of it. Otherwise it is retired: its deletes go on a new
-    connection only after the old one was read to its end, or a paused server would run them before the writes they undo.
+    ``gone``: the other side has ended it, so nothing more comes of it. Otherwise it is retired: its deletes
+    go on a new connection only after the old one was read to its end, or a paused server would run them
+    before the writes they undo.
     """
     cdef NodeState* node = e.node[conn.node]
     cdef Slot* slot
@@ -127,9 +135,8 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
         slot = slot_at(conn, 0)
         if slot.program == HANDSHAKE_PING:
             node.no_ping = 1
-        elif slot.program >= 0 and slot.form < prog[slot.program].native and slot.form + 1 < prog[slot.program].forms:
-            if not conn.proven & proof(slot.program, slot.form) and node.form[slot.program] == slot.form:
-                node.form[slot.program] = slot.form + 1
+        elif slot.program >= 0 and not conn.proven & proof(slot.program, slot.form):
+            distrust_form(node, slot.program, slot.form)
     for i in range(conn.slots):
         slot = slot_at(conn, i)
         if slot.undo == NULL:
@@ -315,7 +322,7 @@ cdef inline short conn_interest(Conn* conn) noexcept nogil:
 
 
 cdef void conn_advance(Engine_* e, Channel* ch, Conn* conn, short events, Round* r) noexcept nogil:
-    """Go on with whatever is possible now: connect again, finish connecting, send, read. The mutex is held by the caller."""
+    """Go on with what is possible now: connect again, finish connecting, send, read. The mutex is held."""
     cdef int error
     if conn.state == RESOLVING:
         if e.node[conn.node].addresses or not rb_load(&e.node[conn.node].resolving):

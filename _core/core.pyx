@@ -1,4 +1,4 @@
-"""The native engine: rounds over hiredis' reply reader, in C without the GIL. `redbolt._engine` has its contract."""
+"""The native engine: rounds in C without the GIL, over hiredis' reply reader; see `redbolt._engine`."""
 
 from libc.stdint cimport int8_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdio cimport snprintf

@@ -1,8 +1,8 @@
 # Declares the data of the core. Who may touch what:
-#   Engine_.mutex   the stack of idle channels and the list of all (taken before a Conn's or NodeState's mutex)
+#   Engine_.mutex   the idle channels and the list of all (taken before a Conn's or NodeState's mutex)
 #   Conn.mutex      its output and its slots; reading is the owner's alone (taken before a NodeState's mutex)
-#   NodeState.mutex addresses, orphans, causes, back-off; the plain ints (suspect, form) may be read without it
-#   agent_mutex     the list of engines (taken before any of these); retired_mutex and the resolver's jobs are leaves
+#   NodeState.mutex addresses, orphans, causes, back-off; plain ints (suspect, form) may be read without it
+#   agent_mutex     the list of engines (taken before any of these); retired_mutex and start_mutex are leaves
 from libc.stdint cimport int8_t, int64_t, uint64_t, uint32_t, uint8_t
 from system cimport pthread_mutex_t, sockaddr_storage, socklen_t
 from hiredis cimport rb_reply, redisReader
@@ -123,7 +123,7 @@ cdef struct Channel:
     Conn* conn
     uint64_t round              # the round that runs or ran last
     int active                  # it runs
-    uint64_t late               # a bit for each token that finished rounds left unanswered; set under Engine_.mutex
+    uint64_t late               # a bit per token that finished rounds left unanswered (Engine_.mutex)
     int64_t used_ns
     uint8_t* vote
     uint8_t* sent

@@ -45,9 +45,10 @@ cdef class Votes:
     def outcomes(self):
         """Per node: OPEN, YES, NO or FAULT, and the cause of a fault or the text of a reply."""
         cdef int i
+        cdef bytes cause
         told = []
         for i in range(self.nodes):
-            cause = self.causes[i * CAUSE:i * CAUSE + CAUSE].partition(b"\0")[0] if self.causes != NULL else b""
+            cause = b"" if self.causes == NULL else self.causes + i * CAUSE
             if self.too_late and self.vote[i] == YES:
                 told.append((FAULT, "granted, but so late that no validity was left"))
             else:

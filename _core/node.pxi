@@ -1,4 +1,5 @@
-# What the engine knows of one node: addresses, credentials, whether it answers, and deletes that it still has to get.
+# What the engine knows of one node: addresses, credentials, whether it answers, and deletes that it still
+# has to get.
 
 cdef enum:
     MOST_ORPHANS = 1024

@@ -1,4 +1,5 @@
-/* What the core needs from the operating system and the compiler, where Linux and macOS differ or Cython has no word for it. */
+/* What the core needs from the operating system and the compiler, where Linux and macOS differ or Cython has
+ * no word for it. */
 #ifndef REDBOLT_PORTABLE_H
 #define REDBOLT_PORTABLE_H
 
@@ -38,7 +39,8 @@ static inline int64_t rb_now_ns(void) {
 #else
     clock_gettime(CLOCK_MONOTONIC, &t);
 #endif
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec + __atomic_load_n(&rb_clock_offset_ns, __ATOMIC_RELAXED);
+    int64_t offset = __atomic_load_n(&rb_clock_offset_ns, __ATOMIC_RELAXED);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec + offset;
 }
 
 static inline void rb_set_clock_offset_ns(int64_t offset) {

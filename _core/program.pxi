@@ -74,7 +74,9 @@ cdef bint pack(Text* text, int program, int form, const Bytes* arg) noexcept nog
     return True
 
 
-cdef Packed* pack_delete(const Bytes* key, const Bytes* token, uint64_t tag, int64_t expires_ns) noexcept nogil:
+cdef Packed* pack_delete(
+    const Bytes* key, const Bytes* token, uint64_t tag, int64_t expires_ns
+) noexcept nogil:
     """The form of DROP that works on every node, as bytes to keep."""
     cdef Bytes arg[2]
     cdef Text text

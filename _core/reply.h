@@ -1,5 +1,5 @@
-/* One reply, as hiredis' reader reports it. Only the outermost value is kept: a lock never asks for more, and what a hostile
- * server nests inside costs neither memory nor stack. */
+/* One reply, as hiredis' reader reports it. Only the outermost value is kept: a lock never asks for more, and
+ * what a hostile server nests inside costs neither memory nor stack. */
 #ifndef REDBOLT_REPLY_H
 #define REDBOLT_REPLY_H
 

@@ -1,4 +1,5 @@
-# From a reply to a vote. A slot answers only the round that made it; what comes later is read, and never counted.
+# From a reply to a vote. A slot answers only the round that made it; what comes later is read, and never
+# counted.
 
 cdef enum:
     FALL_BACK = 4       # beside OPEN, YES, NO, FAULT: the node does not know this form
@@ -12,7 +13,9 @@ cdef inline bint is_error(const rb_reply* reply) noexcept nogil:
 
 
 cdef inline bint is_status(const rb_reply* reply, const char* text) noexcept nogil:
-    return reply.type == REDIS_REPLY_STATUS and reply.length == strlen(text) and memcmp(reply.text, text, reply.length) == 0
+    if reply.type != REDIS_REPLY_STATUS or reply.length != strlen(text):
+        return False
+    return memcmp(reply.text, text, reply.length) == 0
 
 
 cdef int decode(const rb_reply* reply, int decoder, const Bytes* token, int* hit) noexcept nogil:
@@ -47,7 +50,7 @@ cdef int decode(const rb_reply* reply, int decoder, const Bytes* token, int* hit
 
 
 cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil:
-    """Deal with the reply in ``conn.reply``. ``r`` is the round of the calling thread, or NULL in the agent."""
+    """Deal with the reply in ``conn.reply``; ``r`` is the calling thread's round, or NULL in the agent."""
     cdef rb_reply* reply = &conn.reply
     cdef NodeState* node = e.node[conn.node]
     cdef char text[CAUSE]

@@ -1,4 +1,5 @@
-# A round: written to every node before any is read, then one poll over all of them until the votes have decided it.
+# A round: written to every node before any is read, then one poll over all of them until the votes have
+# decided it.
 
 cdef int64_t NEVER = 0x7FFFFFFFFFFFFFFF
 cdef int64_t SLICE_NS = 50_000_000      # longest poll: signals are looked for in between
@@ -164,7 +165,7 @@ cdef void wait_for_votes(Round* r) noexcept nogil:
                 fds[n].revents = 0
                 place[i] = n
                 n += 1
-            elif CLOSED < conn.state < HANDSHAKE:  # waits for a name, or for room in a listening socket's backlog
+            elif CLOSED < conn.state < HANDSHAKE:  # waits for a name, or for room in a socket's backlog
                 wait_ns = min(wait_ns, MS)
         got = poll(fds, n, <int>((wait_ns + MS - 1) // MS))
         if got <= 0 and (wait_ns == SLICE_NS or got < 0):
@@ -235,7 +236,10 @@ cdef void finish_round(Round* r) noexcept nogil:
 
 
 cdef void undo_on(Round* r, int i) noexcept nogil:
-    """Queue the undo behind the try, on the same connection. If that has died, the slot's copy is owed already."""
+    """Queue the undo behind the try, on the same connection.
+
+    If that has died, the slot's copy is owed already.
+    """
     cdef Conn* conn = &r.channel.conn[i]
     pthread_mutex_lock(&conn.mutex)
     if conn.state == READY and r.undo != NULL and not conn_put_delete(conn, r.undo, r.ended_ns + r.limit_ns):

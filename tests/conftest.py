@@ -1,0 +1,150 @@
+"""Both engines, real servers, and a look at what each test leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import redbolt
+from redbolt import _clock
+from redbolt._engine import Engine, choose, engine_for
+from redbolt.local import LocalNode, LocalNodes, find_server, server_version
+from tests.kit.clients import eventually, fd_count, raw, thread_count
+
+KINDS = ("native", "pure")
+SERVERS = {"valkey": None, "redis": "redis-server"}
+
+
+def _engine_line(kind: str) -> str:
+    try:
+        return str(choose(kind))
+    except ImportError as error:
+        return f"{kind} MISSING ({error})"
+
+
+def pytest_report_header() -> list[str]:
+    servers = [
+        server_version(find_server(path)) for path in SERVERS.values() if path is None or shutil.which(path)
+    ]
+    return [f"engines: {', '.join(map(_engine_line, KINDS))}", f"servers: {', '.join(servers)}"]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each engine in turn. A missing one is an error, never a skip: its tests would not run."""
+    name: str = request.param
+    choose(name)
+    return name
+
+
+@pytest.fixture(scope="session", params=SERVERS)
+def server(request: pytest.FixtureRequest) -> str | None:
+    """Each kind of server in turn; None is Valkey from the wheel."""
+    path = SERVERS[request.param]
+    if path is not None and shutil.which(path) is None:
+        pytest.skip(f"{path} is not installed (Debian: apt-get install {path})")
+    return path
+
+
+@pytest.fixture(scope="session")
+def _five(server: str | None) -> Iterator[LocalNodes]:
+    with LocalNodes(5, server=server) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="session")
+def _five_valkeys() -> Iterator[LocalNodes]:
+    with LocalNodes(5) as nodes:
+        yield nodes
+
+
+def _clean(nodes: LocalNodes) -> LocalNodes:
+    """Empty servers, however the test before has left them."""
+    for node in nodes:
+        node.resume()
+        if not node.alive:
+            node.start(empty=True)
+        raw(node, "FLUSHALL")
+        raw(node, "SCRIPT", "FLUSH")
+    return nodes
+
+
+@pytest.fixture
+def nodes(_five: LocalNodes) -> LocalNodes:
+    """Five empty servers, of each kind in turn. A test may pause, kill and restart them."""
+    return _clean(_five)
+
+
+@pytest.fixture
+def node(nodes: LocalNodes) -> LocalNode:
+    """One of them."""
+    return nodes[0]
+
+
+@pytest.fixture
+def valkeys(_five_valkeys: LocalNodes) -> LocalNodes:
+    """Five empty Valkey servers, for tests in which the kind of server makes no difference."""
+    return _clean(_five_valkeys)
+
+
+@pytest.fixture
+def valkey(valkeys: LocalNodes) -> LocalNode:
+    """One of them."""
+    return valkeys[0]
+
+
+@pytest.fixture
+def engine_of(kind: str) -> Callable[..., Engine]:
+    """Make an engine for some URLs: ``engine_of(url, ...)``."""
+
+    def make(*urls: str) -> Engine:
+        return engine_for(tuple(redbolt.Node.from_url(url) for url in urls), kind)
+
+    return make
+
+
+@pytest.fixture
+def clock() -> Iterator[Callable[[float], None]]:
+    """Move the library's clock: ``clock(seconds)`` adds to its offset. It is set right again after the
+    test.
+    """
+    offset = 0
+
+    def move(seconds: float) -> None:
+        nonlocal offset
+        offset += int(seconds * 1e9)
+        _clock.set_offset_ns(offset)
+
+    yield move
+    _clock.set_offset_ns(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _agents_running(_five_valkeys: LocalNodes) -> None:
+    """Start both agents, so that their thread and descriptors belong to the baseline."""
+    for kind in KINDS:
+        lock = redbolt.Lock(_five_valkeys[0].url, "warm-up", engine=kind)
+        lock.acquire()
+        lock.release()
+        redbolt.close()  # hands its connections to the agent
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(_agents_running: None) -> Iterator[None]:
+    """Descriptors and threads are back at the baseline after every test."""
+    gc.collect()
+    before = fd_count(), thread_count()
+    yield
+    redbolt.close()
+    gc.collect()
+
+    def settled() -> Any:
+        after = fd_count(), thread_count()
+        assert after <= before or (after[0] <= before[0] and after[1] <= before[1]), f"{before} -> {after}"
+        return True
+
+    eventually(settled, 5, "descriptors and threads are back at the baseline")
