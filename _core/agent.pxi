@@ -293,8 +293,9 @@ cdef int see_off_retired(pollfd* fds, int n, int room, int64_t* due) noexcept no
 
 
 cdef bint retired_ended(Retired* one) noexcept nogil:
-    cdef char[4096] discard
+    cdef char[16384] discard
     cdef ssize_t size
+    cdef int chunks = 0
     while one.out.length:
         size = send(one.fd, one.out.bytes, one.out.length, MSG_NOSIGNAL)
         if size < 0:
@@ -307,7 +308,8 @@ cdef bint retired_ended(Retired* one) noexcept nogil:
     if one.out.length == 0 and not one.shut:
         shutdown(one.fd, SHUT_WR)
         one.shut = 1
-    while True:
+    while chunks < MOST_CHUNKS_READ:
+        chunks += 1
         size = recv(one.fd, discard, sizeof(discard), 0)
         if size == 0:
             return True
@@ -315,6 +317,7 @@ cdef bint retired_ended(Retired* one) noexcept nogil:
             if errno == EINTR:
                 continue
             return errno != EAGAIN
+    return False
 
 
 cdef void in_child() noexcept nogil:

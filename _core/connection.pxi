@@ -4,6 +4,7 @@
 cdef enum:
     MOST_BACKLOG = 262_144      # bytes of unanswered commands
     MOST_FED = 1_048_576        # bytes of one reply; redbolt._engine.MAX_REPLY
+    MOST_CHUNKS_READ = 8        # of 16 KiB, before somebody else gets a turn
     MOST_RETIRED = 32
     HANDSHAKE_WORD = -1
     HANDSHAKE_PING = -2
@@ -352,11 +353,16 @@ cdef void conn_advance(Engine_* e, Channel* ch, Conn* conn, short events, Round*
 
 
 cdef void conn_read(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil:
-    """Read what has come and deal with every whole reply. The mutex is held."""
+    """Read what has come and deal with every whole reply. The mutex is held.
+
+    A node that sends without end is left for the next poll, so that deadlines are looked at.
+    """
     cdef char[16384] chunk
     cdef ssize_t size
     cdef void* reply
-    while conn.state >= HANDSHAKE:
+    cdef int chunks = 0
+    while conn.state >= HANDSHAKE and chunks < MOST_CHUNKS_READ:
+        chunks += 1
         size = recv(conn.fd, chunk, sizeof(chunk), 0)
         if size < 0:
             if errno == EINTR:

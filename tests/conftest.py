@@ -131,6 +131,8 @@ def _agents_running(_five_valkeys: LocalNodes) -> None:
         lock.acquire()
         lock.release()
         redbolt.close()  # hands its connections to the agent
+    gc.collect()
+    gc.freeze()  # what exists by now is not looked through again after every test
 
 
 @pytest.fixture(autouse=True)

@@ -29,9 +29,11 @@ class Ward(Protocol):
 
     due_ns: int
     """When it wants to be looked after next; NEVER if nothing is outstanding."""
+    watched: dict[int, int]
+    """Descriptors and events for which it wants to be looked after earlier."""
 
-    def look_after(self, watched: dict[int, int]) -> None:
-        """Do what can be done now; note in ``watched`` the descriptors and events to wake for, and set ``due_ns``."""
+    def look_after(self) -> None:
+        """Do what can be done now, and name the next moment and the descriptors."""
 
 
 class Agent:
@@ -47,7 +49,7 @@ class Agent:
         self._pipe: list[tuple[int, int]] = []
         self._only_one = threading.Lock()  # held by the thread as long as it lives
         self._wards: dict[Ward, None] = {}
-        self._watched: dict[int, int] = {}
+        self._ready: set[int] = set()  # descriptors that something has happened to
 
     def after_fork(self) -> None:
         """The child has none of it."""
@@ -106,15 +108,18 @@ class Agent:
 
     def _look_around(self) -> None:
         self.wake_ns = 0
-        self._watched.clear()
+        now = _clock.now_ns()
         for ward in list(self._wards):
+            if ward.due_ns > now and self._ready.isdisjoint(ward.watched):
+                continue  # it may have been named to set the alarm for later
             ward.due_ns = NEVER
+            ward.watched = {}
             try:
-                ward.look_after(self._watched)
+                ward.look_after()
             except Exception:
                 _log.exception("the agent goes on after an error")
                 ward.due_ns = min(ward.due_ns, _clock.now_ns() + int(_PAUSE_S * 1e9))
-            if ward.due_ns == NEVER:
+            if ward.due_ns == NEVER and not ward.watched:
                 self._wards.pop(ward, None)
                 if ward.due_ns != NEVER:  # somebody came in between
                     self._wards[ward] = None
@@ -122,14 +127,16 @@ class Agent:
     def _sleep(self, reader: int) -> None:
         poll = select.poll()
         poll.register(reader, select.POLLIN)
-        for fd, events in self._watched.items():
-            poll.register(fd, events)
+        for ward in list(self._wards):
+            for fd, events in ward.watched.items():
+                poll.register(fd, events)
         self.wake_ns = self._next_due()
         next_ns = self._next_due()  # whoever named a moment before that line did not wake us
         timeout: int | None = None
         if next_ns < NEVER:
             timeout = min(max(0, -((_clock.now_ns() - next_ns) // 1_000_000)), _LONGEST_MS)
-        if any(fd == reader for fd, _ in poll.poll(timeout)):
+        self._ready = {fd for fd, _ in poll.poll(timeout)}
+        if reader in self._ready:
             try:
                 os.read(reader, 4096)
             except BlockingIOError:

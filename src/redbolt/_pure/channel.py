@@ -13,11 +13,12 @@ __all__ = ["Channel"]
 class Channel:
     """Whoever puts itself down as ``owner`` may use it; None while it is idle."""
 
-    __slots__ = ("by_fd", "conns", "lock", "owner", "poll", "used_ns")
+    __slots__ = ("by_fd", "conns", "lock", "owner", "poll", "unfinished", "used_ns")
 
     def __init__(self, nodes: int, owner: Task | None, now: int) -> None:
         self.owner = owner
         self.used_ns = now
+        self.unfinished = False  # what `is_unfinished` said when it was used last
         self.conns: list[Connection | None] = [None] * nodes
         self.poll = select.poll()
         self.by_fd: dict[int, Connection] = {}
@@ -50,7 +51,7 @@ class Channel:
         except (KeyError, ValueError):
             pass
 
-    def unfinished(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Say whether some reply, or a connection, is still to come."""
         for conn in self.conns:
             if conn is not None and (conn.slots or conn.state != READY):

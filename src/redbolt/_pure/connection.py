@@ -409,8 +409,8 @@ class Connection:
                 return
             slots.popleft()
             self.backlog -= size
-            self.heard = True
             if self.state == READY:
+                self.heard = True
                 if site.suspect:
                     site.suspect = False
             elif not slots and self.state == HANDSHAKE:

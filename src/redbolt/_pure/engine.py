@@ -30,6 +30,7 @@ __all__ = ["Engine", "Votes"]
 _POLLIN: Final = select.POLLIN
 _SLICE_MS = 50  # the main thread looks for signals at least this often
 _STALE_NS = 2_000_000  # a channel that was idle for longer may have connections that ended meanwhile
+_CALM = MOST_BACKLOG - 2 * MAX_KEY - 1024  # any command may be added to so many unanswered bytes
 _TAKE_PLAN = PLANS[TAKE.index]
 
 
@@ -100,6 +101,7 @@ class Engine:
     ) -> bool:
         """Try once to take a lock, and undo what was done if it was not granted."""
         fresh = token is None
+        votes.verdict = UNDECIDED
         votes.token = token = _fresh_token() if token is None else token
         _check(key, token)
         task = Task(_TAKE_PLAN, key, (token, b"%d" % lease_ms), limit_ns, 0, self._size)
@@ -108,10 +110,13 @@ class Engine:
             self._start(votes, channel, task, lease_ms * 1_000_000)
             self._finish(votes, channel, task, quorum)
             votes.valid_until_ns = validity_end_ns(votes.started_ns, lease_ms, drift_ns)
-            if votes.verdict == GRANTED and votes.ended_ns >= votes.valid_until_ns:
-                self._refuse_late(votes, task)
+            late = votes.verdict == GRANTED and votes.ended_ns >= votes.valid_until_ns
+            if late:
+                votes.verdict = UNDECIDED
             if votes.verdict != GRANTED:
                 self._undo(channel, task)
+                if late:
+                    self._tell_late(task)
             self._pool.put_back(channel, votes.ended_ns, limit_ns)
             return votes.verdict == GRANTED
         except BaseException:
@@ -129,6 +134,7 @@ class Engine:
     ) -> None:
         """Ask all nodes to run ``program`` with ``key`` and ``args``."""
         plan = PLANS[program.index]
+        votes.verdict = UNDECIDED
         _check(key, *args)
         task = Task(plan, key, args, limit_ns, 0, self._size)
         try:
@@ -163,13 +169,13 @@ class Engine:
     def _start(self, votes: Votes, channel: Channel, task: Task, life_ns: int) -> None:
         """Send the command to every node that can get it now."""
         now = now_ns()
-        if now - channel.used_ns > _STALE_NS or channel.overdue(now):
+        if now - channel.used_ns > _STALE_NS or (channel.unfinished and channel.overdue(now)):
             self._catch_up(channel, now)
             now = now_ns()
         votes.started_ns = now
         task.due_ns = now + task.limit_ns
         task.expires_ns = now + life_ns
-        plan, written = task.plan, task.written
+        plan, written, answers = task.plan, task.written, task.answers
         index, form, data = plan.index, -1, b""
         rest: list[int] | None = None
         at = 0
@@ -179,10 +185,10 @@ class Engine:
                 if (
                     conn is None
                     or conn.state != READY
-                    or conn.backlog
+                    or (conn.backlog and (conn.mail or conn.backlog > _CALM))
                     or site.suspect
                     or site.orphans
-                    or task.open != self._size
+                    or answers[at] is not None
                 ):
                     rest = [at] if rest is None else [*rest, at]
                 else:
@@ -324,9 +330,8 @@ class Engine:
         task.waiting.clear()
         AGENT.due(self._pool, 0)
 
-    def _refuse_late(self, votes: Votes, task: Task) -> None:
+    def _tell_late(self, task: Task) -> None:
         """A quorum said yes, but so late that nothing is left of the lease."""
-        votes.verdict = UNDECIDED
         for index, answer in enumerate(task.answers):
             if answer is not None and answer[0] == YES:
                 task.answers[index] = (FAULT, 0, "granted, but so late that no validity was left")
@@ -337,14 +342,15 @@ class Engine:
         delete: Task | None = None
         for index, conn in enumerate(task.written):
             answer = task.answers[index]
-            if conn is None or (answer is not None and answer[0] == NO):
+            vote = OPEN if answer is None else answer[0]
+            if conn is None or vote == NO:
                 continue
             if delete is None:
                 delete = delete_task(task.key, task.token, now_ns(), task.limit_ns, task.expires_ns)
             if conn.channel is channel and conn.state == READY:
                 with channel.lock:
                     conn.put_delete(delete)
-            else:
+            elif conn.channel is not channel or vote == YES:  # else its slot has left an orphan, or it is an error
                 self._pool.undo_elsewhere(conn, delete)
 
     def _give_up(self, votes: Votes, task: Task) -> None:

@@ -56,6 +56,7 @@ class Pool:
     def _begin(self) -> None:
         self.lock = threading.RLock()
         self.due_ns = NEVER
+        self.watched: dict[int, int] = {}
         self.idle: list[Channel] = []  # a stack; who has an owner there was interrupted, and is not idle
         self.channels: set[Channel] = set()
         self.connections: set[Connection] = set()  # all that may have a socket
@@ -140,11 +141,12 @@ class Pool:
 
     def put_back(self, channel: Channel, now: int, limit_ns: int) -> None:
         """End the use of a channel. What is open on it will be looked after."""
-        unfinished = channel.unfinished()
+        unfinished = channel.unfinished = channel.is_unfinished()
         channel.used_ns = self._used_ns = now
         with self.lock:
-            self.idle.append(channel)
-            channel.owner = None
+            if channel in self.channels:  # not in a child that was forked meanwhile
+                self.idle.append(channel)
+                channel.owner = None
         when = now + (limit_ns if unfinished else _SURPLUS_NS)
         if when < self.due_ns and (unfinished or len(self.idle) > 1):
             AGENT.due(self, when)
@@ -278,7 +280,7 @@ class Pool:
 
     # ---- for the agent ----
 
-    def look_after(self, watched: dict[int, int]) -> None:
+    def look_after(self) -> None:
         """Everything that is to be done without a round; what is left to wait for goes into ``watched`` and ``due_ns``."""
         now = now_ns()
         with self.lock:
@@ -292,13 +294,13 @@ class Pool:
                 self._mailed = False
                 self._deliver()
             for conn in list(self.retired):
-                self._look_after_retired(conn, now, watched)
+                self._look_after_retired(conn, now)
             for channel in list(self.idle):
                 if channel.owner is None:
-                    self._look_after_channel(channel, now, watched)
+                    self._look_after_channel(channel, now)
             for site in self.sites:
                 if site.suspect or site.orphans:
-                    self._look_after_site(site, now, watched)
+                    self._look_after_site(site, now)
             self._look_after_surplus(now)
 
     def _wish(self, when_ns: int) -> None:
@@ -316,9 +318,9 @@ class Pool:
         if task.plan.deletes and task.token is not None:
             self._discard(task.key, task.token, now)
         elif task.plan.undone:
-            for conn in task.written:
-                if conn is not None:
-                    self.take_back(conn, task, now)
+            for wrote in task.written:
+                if wrote is not None:
+                    self.take_back(wrote, task, now)
 
     def take_back(self, conn: Connection, task: Task, now: int) -> None:
         """Have a delete for the key and token of ``task`` follow what it may have written on a connection."""
@@ -359,7 +361,7 @@ class Pool:
                 with conn.lock:
                     conn.take_mail()
 
-    def _look_after_retired(self, conn: Connection, now: int, watched: dict[int, int]) -> None:
+    def _look_after_retired(self, conn: Connection, now: int) -> None:
         """Read a connection to its end. Replies tell what need not be owed, if our books about it are right."""
         if conn.out and conn.sane:
             self._shut(conn)
@@ -377,9 +379,9 @@ class Pool:
             self._bury(conn)
             return
         self._wish(conn.until_ns)
-        watched[conn.fd] = select.POLLIN | select.POLLOUT if conn.out and conn.sane else select.POLLIN
+        self.watched[conn.fd] = select.POLLIN | select.POLLOUT if conn.out and conn.sane else select.POLLIN
 
-    def _look_after_channel(self, channel: Channel, now: int, watched: dict[int, int]) -> None:
+    def _look_after_channel(self, channel: Channel, now: int) -> None:
         for conn in list(channel.conns):
             if conn is None or not conn.awaits():
                 continue
@@ -390,9 +392,9 @@ class Pool:
             if conn.state > READY:
                 self.lose(conn)
             elif conn.awaits():
-                self._judge_silence(conn, conn.site, now, watched)
+                self._judge_silence(conn, conn.site, now)
 
-    def _judge_silence(self, conn: Connection, site: Site, now: int, watched: dict[int, int]) -> None:
+    def _judge_silence(self, conn: Connection, site: Site, now: int) -> None:
         due = conn.due_ns()
         if due <= now:
             site.doubt(conn.overdue_text())
@@ -405,9 +407,9 @@ class Pool:
         if conn.ticks:
             self._wish(now + 1_000_000)
         if (site.suspect or conn.state != READY or conn.out) and conn.polled[0] != -1:
-            watched[conn.polled[0]] = conn.polled[1]
+            self.watched[conn.polled[0]] = conn.polled[1]
 
-    def _look_after_site(self, site: Site, now: int, watched: dict[int, int]) -> None:
+    def _look_after_site(self, site: Site, now: int) -> None:
         """See to it that the node gets the deletes it is owed, and that it can say that it is back."""
         site.expire_orphans(now)
         if site.orphans:
@@ -415,7 +417,7 @@ class Pool:
             if willing is not None:
                 with willing.lock:
                     willing.send_orphans(now)
-                self._judge_silence(willing, site, now, watched)
+                self._judge_silence(willing, site, now)
         if not site.orphans and not (site.suspect and now - self._used_ns < _CARES_NS):
             return
         if any(conn.site is site and conn.state <= READY and conn.awaits() for conn in self.connections):
@@ -429,7 +431,7 @@ class Pool:
             self.lose(opened)
             self._wish(site.next_connect_ns)
         elif opened.awaits():
-            self._judge_silence(opened, site, now, watched)
+            self._judge_silence(opened, site, now)
 
     def _free_channel(self, site: Site, now: int) -> Channel:
         """An idle channel without a connection to the node."""
@@ -444,11 +446,11 @@ class Pool:
     def _look_after_surplus(self, now: int) -> None:
         if self._closed:
             for channel in list(self.idle):
-                if channel.owner is None and not channel.unfinished():
+                if channel.owner is None and not channel.is_unfinished():
                     self._dismiss(channel)
             return
         for channel in self.idle[:-1]:
-            if channel.owner is None and not channel.unfinished():
+            if channel.owner is None and not channel.is_unfinished():
                 if now - channel.used_ns >= _SURPLUS_NS:
                     self._dismiss(channel)
                 else:
