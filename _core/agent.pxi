@@ -206,7 +206,7 @@ cdef void pay_orphans(NodeState* node, Conn* conn, int64_t now) noexcept nogil:
     cdef int i, kept = 0
     pthread_mutex_lock(&node.mutex)
     for i in range(node.orphans):
-        if conn_put_delete(conn, node.orphan[i], now + SILENT_NS):
+        if conn_put_spare(conn, node.orphan[i], now + SILENT_NS):
             packed_free(node.orphan[i])
         else:
             node.orphan[kept] = node.orphan[i]
@@ -293,11 +293,11 @@ cdef int see_off_retired(pollfd* fds, int n, int room, int64_t* due) noexcept no
 
 
 cdef bint retired_ended(Retired* one) noexcept nogil:
-    cdef char[16384] discard
+    cdef char[CHUNK] discard
     cdef ssize_t size
     cdef int chunks = 0
     while one.out.length:
-        size = send(one.fd, one.out.bytes, one.out.length, MSG_NOSIGNAL)
+        size = send(one.fd, one.out.bytes, one.out.length, MSG_NOSIGNAL | MSG_DONTWAIT)
         if size < 0:
             if errno == EINTR:
                 continue
@@ -310,7 +310,7 @@ cdef bint retired_ended(Retired* one) noexcept nogil:
         one.shut = 1
     while chunks < MOST_CHUNKS_READ:
         chunks += 1
-        size = recv(one.fd, discard, sizeof(discard), 0)
+        size = recv(one.fd, discard, sizeof(discard), MSG_DONTWAIT)
         if size == 0:
             return True
         if size < 0:

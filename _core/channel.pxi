@@ -60,10 +60,7 @@ cdef void channel_close(Engine_* e, Channel* ch, const char* cause) noexcept nog
 
 
 cdef bint channel_has_tag(Engine_* e, Channel* ch, uint64_t tag) noexcept nogil:
-    """Say whether a finished round has left a write of this token unanswered here.
-
-    The engine's mutex is held.
-    """
+    """Say whether a write of this token is unanswered here. The engine's mutex is held."""
     cdef int i
     if not ch.late & late_bit(tag):
         return False
@@ -95,6 +92,18 @@ cdef uint64_t late_tags(Conn* conn) noexcept nogil:
     return late
 
 
+cdef void channel_catch_up(Engine_* e, Channel* ch) noexcept nogil:
+    """Read what has come since the channel was used last. It is idle, or not yet used by its round."""
+    cdef Conn* conn
+    cdef int i
+    for i in range(e.nodes):
+        conn = &ch.conn[i]
+        if conn.state >= HANDSHAKE:
+            pthread_mutex_lock(&conn.mutex)
+            conn_read(e, ch, conn, NULL)
+            pthread_mutex_unlock(&conn.mutex)
+
+
 cdef Channel* check_out(Round* r) noexcept nogil:
     """Take an idle channel for a round, or make one.
 
@@ -107,7 +116,7 @@ cdef Channel* check_out(Round* r) noexcept nogil:
     cdef Channel* best = NULL
     cdef Channel** link
     pthread_mutex_lock(&e.mutex)
-    if r.tag:
+    if r.tag and not r.fresh:
         ch = e.idle
         while ch != NULL and best == NULL:
             if channel_has_tag(e, ch, r.tag):
@@ -130,6 +139,8 @@ cdef Channel* check_out(Round* r) noexcept nogil:
     best.next_idle = NULL
     round_begin(r, best)
     if r.tag:
+        best.late |= late_bit(r.tag)
+    if r.tag and not r.fresh:
         ch = e.all
         while ch != NULL:
             if ch != best and ch.late & late_bit(r.tag):
@@ -155,7 +166,7 @@ cdef void queue_behind(Round* r, Channel* other) noexcept nogil:
             slot.program = <int8_t>r.program
             form = safe_form(conn, r.program)
             slot.form = <uint8_t>form
-            slot.undo = r.undo
+            slot.spare = r.spare
             if round_pack(r, form):
                 r.channel.sent[i] = conn_put(
                     conn, r.channel.form_bytes[form].bytes, r.channel.form_bytes[form].length, &slot

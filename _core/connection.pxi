@@ -2,9 +2,10 @@
 # losing what was sent.
 
 cdef enum:
+    CHUNK = 16_384
     MOST_BACKLOG = 262_144      # bytes of unanswered commands
     MOST_FED = 1_048_576        # bytes of one reply; redbolt._engine.MAX_REPLY
-    MOST_CHUNKS_READ = 8        # of 16 KiB, before somebody else gets a turn
+    MOST_CHUNKS_READ = 8        # before somebody else gets a turn
     MOST_RETIRED = 32
     HANDSHAKE_WORD = -1
     HANDSHAKE_PING = -2
@@ -62,9 +63,9 @@ cdef bint conn_put(Conn* conn, const char* bytes, size_t length, Slot* slot) noe
     slot.size = <uint32_t>length
     if not text_reserve(&conn.out, length) or not conn_push(conn, slot):
         return False
-    packed_keep(slot.undo)
+    packed_keep(slot.spare)
     if conn.out.length == 0:
-        sent = send(conn.fd, bytes, length, MSG_NOSIGNAL)
+        sent = send(conn.fd, bytes, length, MSG_NOSIGNAL | MSG_DONTWAIT)
         if sent < 0:
             sent = 0
         bytes += sent
@@ -79,7 +80,7 @@ cdef void conn_flush(Conn* conn) noexcept nogil:
     """Send what is queued, as far as the socket takes it. The mutex is held."""
     cdef ssize_t sent
     while conn.out.length:
-        sent = send(conn.fd, conn.out.bytes, conn.out.length, MSG_NOSIGNAL)
+        sent = send(conn.fd, conn.out.bytes, conn.out.length, MSG_NOSIGNAL | MSG_DONTWAIT)
         if sent <= 0:
             return
         text_drop(&conn.out, sent)
@@ -140,16 +141,16 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
             distrust_form(node, slot.program, slot.form)
     for i in range(conn.slots):
         slot = slot_at(conn, i)
-        if slot.undo == NULL:
+        if slot.spare == NULL:
             continue
-        if slot.undo.expires_ns <= now:
-            packed_free(slot.undo)
+        if slot.spare.expires_ns <= now or not prog[slot.spare.program].deletes:
+            packed_free(slot.spare)
         elif retired != NULL and retired.orphan != NULL:
-            retired.orphan[orphans] = slot.undo
+            retired.orphan[orphans] = slot.spare
             orphans += 1
-            until = max(until, min(slot.undo.expires_ns, now + LONGEST_RETIRE_NS))
+            until = max(until, min(slot.spare.expires_ns, now + LONGEST_RETIRE_NS))
         else:
-            node_add_orphan(node, slot.undo)
+            node_add_orphan(node, slot.spare)
     if state == READY and conn.heard:
         copy_cause(node.cause, cause, strlen(cause))
         node.next_connect_ns = now
@@ -244,6 +245,7 @@ cdef void conn_connected(Engine_* e, Channel* ch, Conn* conn) noexcept nogil:
     cdef int i
     if not node.is_unix:
         rb_no_delay(conn.fd)
+    rb_wait_for(conn.fd, SLICE_NS)
     conn.reader = rb_reader(&conn.reply)
     if conn.reader == NULL:
         conn_fail(e, ch, conn, b"out of memory", True)
@@ -290,7 +292,7 @@ cdef void conn_ready(Engine_* e, Conn* conn) noexcept nogil:
         memset(node.form, 0, sizeof(node.form))
     pthread_mutex_unlock(&node.mutex)
     for i in range(orphans):
-        if not conn_put_delete(conn, orphan[i], now + conn.limit_ns):
+        if not conn_put_spare(conn, orphan[i], now + conn.limit_ns):
             pthread_mutex_lock(&node.mutex)
             node_add_orphan(node, packed_keep(orphan[i]))
             pthread_mutex_unlock(&node.mutex)
@@ -298,16 +300,16 @@ cdef void conn_ready(Engine_* e, Conn* conn) noexcept nogil:
     free(orphan)
 
 
-cdef bint conn_put_delete(Conn* conn, Packed* packed, int64_t due_ns) noexcept nogil:
-    """Queue a packed delete whose reply nobody waits for. The mutex is held."""
+cdef bint conn_put_spare(Conn* conn, Packed* packed, int64_t due_ns) noexcept nogil:
+    """Queue a packed command whose reply nobody waits for. The mutex is held."""
     cdef Slot slot
     memset(&slot, 0, sizeof(slot))
     slot.tag = packed.tag
     slot.sent_ns = rb_now_ns()
     slot.due_ns = due_ns
-    slot.program = <int8_t>DROP
-    slot.form = <uint8_t>(prog[DROP].forms - 1)
-    slot.undo = packed
+    slot.program = <int8_t>packed.program
+    slot.form = <uint8_t>(prog[packed.program].forms - 1)
+    slot.spare = packed
     return conn_put(conn, packed.bytes, packed.length, &slot)
 
 
@@ -357,38 +359,46 @@ cdef void conn_read(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogi
 
     A node that sends without end is left for the next poll, so that deadlines are looked at.
     """
-    cdef char[16384] chunk
+    cdef char[CHUNK] chunk
     cdef ssize_t size
-    cdef void* reply
     cdef int chunks = 0
     while conn.state >= HANDSHAKE and chunks < MOST_CHUNKS_READ:
         chunks += 1
-        size = recv(conn.fd, chunk, sizeof(chunk), 0)
-        if size < 0:
-            if errno == EINTR:
-                continue
-            if errno != EAGAIN:
-                conn_fail(e, ch, conn, strerror(errno), True)
+        size = recv(conn.fd, chunk, sizeof(chunk), MSG_DONTWAIT)
+        if size < 0 and errno == EINTR:
+            continue
+        if size < 0 and errno == EAGAIN:
             return
-        if size == 0:
-            conn_fail(e, ch, conn, b"the server closed the connection", True)
-            return
-        conn.fed += size
-        if conn.fed > MOST_FED:
-            conn_fail(e, ch, conn, b"the reply is too long for any lock", False)
-            return
-        redisReaderFeed(conn.reader, chunk, size)
-        while conn.state >= HANDSHAKE:
-            reply = NULL
-            if redisReaderGetReply(conn.reader, &reply) != REDIS_OK:
-                conn_fail(e, ch, conn, rb_reader_error(conn.reader), False)
-                return
-            if reply == NULL:
-                break
-            conn.fed = rb_reader_kept(conn.reader)
-            on_reply(e, ch, conn, r)
+        conn_take(e, ch, conn, r, chunk, size, errno)
         if size < <ssize_t>sizeof(chunk):
             return
+
+
+cdef void conn_take(
+    Engine_* e, Channel* ch, Conn* conn, Round* r, const char* chunk, ssize_t size, int error
+) noexcept nogil:
+    """Deal with what one recv() gave: bytes, the end, or an error. The mutex is held."""
+    cdef void* reply
+    if size < 0:
+        conn_fail(e, ch, conn, strerror(error), True)
+        return
+    if size == 0:
+        conn_fail(e, ch, conn, b"the server closed the connection", True)
+        return
+    conn.fed += size
+    if conn.fed > MOST_FED:
+        conn_fail(e, ch, conn, b"the reply is too long for any lock", False)
+        return
+    redisReaderFeed(conn.reader, chunk, size)
+    while conn.state >= HANDSHAKE:
+        reply = NULL
+        if redisReaderGetReply(conn.reader, &reply) != REDIS_OK:
+            conn_fail(e, ch, conn, rb_reader_error(conn.reader), False)
+            return
+        if reply == NULL:
+            return
+        conn.fed = rb_reader_kept(conn.reader)
+        on_reply(e, ch, conn, r)
 
 
 # ---- giving up ----

@@ -31,6 +31,7 @@ cdef struct Prog:
     int decoder
     int forms
     int native                  # this many leading forms are plain commands
+    int writes
     int deletes
     Form form[MOST_FORMS]
 
@@ -45,8 +46,9 @@ cdef struct Bytes:              # borrowed bytes
 
 # ---- connections ----
 
-cdef struct Packed:             # a whole token-checked delete, shared by the slots of one round
+cdef struct Packed:             # a whole command in the form that works everywhere, shared by the slots of a round
     int refs
+    int program
     uint64_t tag
     int64_t expires_ns
     size_t length
@@ -60,7 +62,7 @@ cdef struct Slot:               # who waits for one reply, and what it means
     uint32_t size               # of the command
     int8_t program              # -1: a command of the handshake, -2: the PING of one
     uint8_t form
-    Packed* undo
+    Packed* spare               # of a try its undo, of other writes themselves: sent if the reply asks for it
 
 cdef enum ConnState:
     CLOSED = 0
@@ -123,7 +125,7 @@ cdef struct Channel:
     Conn* conn
     uint64_t round              # the round that runs or ran last
     int active                  # it runs
-    uint64_t late               # a bit per token that finished rounds left unanswered (Engine_.mutex)
+    uint64_t late               # a bit per token that may have an unanswered write here (Engine_.mutex)
     int64_t used_ns
     uint8_t* vote
     uint8_t* sent
@@ -158,13 +160,16 @@ cdef struct Round:
     int args
     Bytes arg[MOST_ARGS]        # 0 the key, 1 the token or first argument
     uint64_t tag
+    int fresh                   # the token is new, so nothing earlier can be unanswered
     int quorum
+    uint64_t touched            # a bit per node that may have the token; the others are left out
+    uint64_t reached            # after it: a bit per node that may have executed it
     int64_t limit_ns
     int64_t undo_life_ns        # how long its undo is remembered
     int64_t valid_ns            # of a try: length of the lease less drift
     int waits                   # 0: nobody waits for the replies
     int generation
-    Packed* undo
+    Packed* spare
     int64_t started_ns
     int64_t ended_ns
     int yes

@@ -33,7 +33,7 @@ cdef class Votes:
 
     cdef readonly int verdict, yes, no, hits
     cdef readonly object token
-    cdef readonly int64_t started_ns, ended_ns, valid_until_ns
+    cdef readonly int64_t started_ns, ended_ns, valid_until_ns, touched
     cdef int nodes
     cdef bint too_late
     cdef uint8_t[MOST_NODES] vote
@@ -60,6 +60,7 @@ cdef class Votes:
         self.yes = r.yes
         self.no = r.no
         self.hits = r.hits
+        self.touched = <int64_t>r.reached
         self.started_ns = r.started_ns
         self.ended_ns = r.ended_ns
         self.nodes = r.engine.nodes
@@ -139,11 +140,12 @@ cdef class Engine:
         cdef char[24] digits
         if self.generation != rb_generation:
             self.set_up()
-        if token is None:
-            token = fresh_token()
-        votes.token = token
         votes.verdict = UNDECIDED
         memset(&r, 0, sizeof(r))
+        if token is None:
+            token = fresh_token()
+            r.fresh = True
+        votes.token = token
         set_argument(&r, key)
         set_argument(&r, token)
         r.arg[2].bytes = digits
@@ -153,6 +155,7 @@ cdef class Engine:
         r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
         r.valid_ns = lease_ms * MS - drift_ns
         r.undo_life_ns = lease_ms * MS
+        r.touched = <uint64_t>-1
         self.run(&r, quorum, limit_ns, True)
         votes.valid_until_ns = validity_end(r.started_ns, lease_ms, drift_ns)
         votes.fill(&r)
@@ -166,8 +169,9 @@ cdef class Engine:
         tuple args not None,
         int quorum,
         int64_t limit_ns,
+        int64_t touched=-1,
     ):
-        """Ask all nodes to run ``program``."""
+        """Ask the nodes to run ``program``."""
         cdef Round r
         if self.generation != rb_generation:
             self.set_up()
@@ -181,6 +185,7 @@ cdef class Engine:
             votes.token = args[0]
             r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
         r.undo_life_ns = DELETE_LIFE_NS
+        r.touched = <uint64_t>touched
         self.run(&r, quorum, limit_ns, True)
         votes.fill(&r)
 
@@ -195,8 +200,8 @@ cdef class Engine:
             run_round(r)
         return 0
 
-    def discard(self, bytes key not None, bytes token not None):
-        """Queue a token-checked delete to every node, and wait for nobody."""
+    def discard(self, bytes key not None, bytes token not None, int64_t touched=-1):
+        """Queue a token-checked delete, and wait for nobody."""
         cdef Round r
         if self.generation != rb_generation:
             self.set_up()
@@ -209,6 +214,7 @@ cdef class Engine:
         r.engine = self.e
         r.quorum = 1
         r.limit_ns = 1000 * MS
+        r.touched = <uint64_t>touched
         with nogil:
             run_round(&r)
         free(r.causes)
@@ -276,6 +282,11 @@ cdef bint is_pending(Engine_* e, uint64_t tag) noexcept nogil:
     cdef int i, k
     pthread_mutex_lock(&agent_mutex)
     pthread_mutex_lock(&e.mutex)
+    ch = e.idle
+    while ch != NULL:  # the answer may be there already
+        if channel_has_tag(e, ch, tag):
+            channel_catch_up(e, ch)
+        ch = ch.next_idle
     ch = e.all
     while ch != NULL and not found:
         found = channel_has_tag(e, ch, tag)

@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
@@ -104,6 +105,13 @@ static int rb_socket(int family) {
 static inline void rb_no_delay(int fd) {
     int yes = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
+}
+
+/* Let a plain recv() on a connected socket block, for so long; MSG_DONTWAIT is for all other calls. */
+static inline void rb_wait_for(int fd, int64_t nanoseconds) {
+    struct timeval limit = {nanoseconds / 1000000000, nanoseconds % 1000000000 / 1000};
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_NONBLOCK);
 }
 
 static inline int rb_socket_error(int fd) {

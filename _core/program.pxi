@@ -23,6 +23,7 @@ cdef int load_programs() except -1:
         p = &prog[program.index]
         p.decoder = program.decoder
         p.native = program.native
+        p.writes = program.writes
         p.deletes = program.deletes
         p.forms = len(program.forms)
         for i, words in enumerate(program.forms):
@@ -74,22 +75,18 @@ cdef bint pack(Text* text, int program, int form, const Bytes* arg) noexcept nog
     return True
 
 
-cdef Packed* pack_delete(
-    const Bytes* key, const Bytes* token, uint64_t tag, int64_t expires_ns
-) noexcept nogil:
-    """The form of DROP that works on every node, as bytes to keep."""
-    cdef Bytes arg[2]
+cdef Packed* pack_spare(int program, const Bytes* arg, uint64_t tag, int64_t expires_ns) noexcept nogil:
+    """A command in the form that works on every node, as bytes to keep."""
     cdef Text text
     cdef Packed* packed
     memset(&text, 0, sizeof(text))
-    arg[0] = key[0]
-    arg[1] = token[0]
-    if not pack(&text, DROP, prog[DROP].forms - 1, arg):
+    if not pack(&text, program, prog[program].forms - 1, arg):
         text_free(&text)
         return NULL
     packed = <Packed*>malloc(sizeof(Packed) + text.length)
     if packed != NULL:
         packed.refs = 1
+        packed.program = program
         packed.tag = tag
         packed.expires_ns = expires_ns
         packed.length = text.length

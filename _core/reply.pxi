@@ -91,11 +91,11 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
             if node.form[slot.program] <= slot.form:
                 node.form[slot.program] = slot.form + 1
             if mine:
-                packed_free(slot.undo)
+                packed_free(slot.spare)
                 round_send(r, conn, slot.form + 1)
-            elif slot.undo != NULL:
-                conn_put_delete(conn, slot.undo, slot.due_ns)
-                packed_free(slot.undo)
+            elif slot.spare != NULL:
+                conn_put_spare(conn, slot.spare, slot.due_ns)
+                packed_free(slot.spare)
             return
         vote = FAULT
     elif vote != BROKEN and slot.form < prog[slot.program].native:
@@ -106,7 +106,7 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
         conn.backlog += slot.size
         conn_fail(e, ch, conn, b"a reply that does not belong to the command", False)
         return
-    packed_free(slot.undo)
+    packed_free(slot.spare)
     if mine and ch.vote[conn.node] == OPEN:
         ch.vote[conn.node] = <uint8_t>vote
         ch.hits += hit

@@ -21,7 +21,7 @@ cdef extern from "portable.h" nogil:
     enum: EINTR, EAGAIN, EINPROGRESS, ECONNREFUSED
     int errno
     char* strerror(int)
-    enum: AF_UNIX, AF_UNSPEC, SOCK_STREAM, AI_NUMERICHOST, AI_NUMERICSERV, SHUT_WR, MSG_NOSIGNAL
+    enum: AF_UNIX, AF_UNSPEC, SOCK_STREAM, AI_NUMERICHOST, AI_NUMERICSERV, SHUT_WR, MSG_NOSIGNAL, MSG_DONTWAIT
     ctypedef unsigned int socklen_t
     struct sockaddr:
         pass
@@ -59,6 +59,7 @@ cdef extern from "portable.h" nogil:
     void rb_close(int)
     int rb_socket(int)
     void rb_no_delay(int)
+    void rb_wait_for(int, int64_t)
     int rb_socket_error(int)
     int rb_pipe(int*)
     int rb_thread(pthread_t*, void* (*)(void*) noexcept nogil, void*, int)

@@ -65,8 +65,9 @@ def _five_valkeys() -> Iterator[LocalNodes]:
 def _clean(nodes: LocalNodes) -> LocalNodes:
     """Empty servers, however the test before has left them."""
     for node in nodes:
-        node.resume()
-        if not node.alive:
+        if node.alive:
+            node.resume()
+        else:
             node.start(empty=True)
         raw(node, "FLUSHALL")
         raw(node, "SCRIPT", "FLUSH")

@@ -41,4 +41,4 @@ def _perform(step: Step, engine: Engine) -> None:
     elif isinstance(step, Try):
         engine.attempt(step.votes, *step.arguments)
     elif isinstance(step, Ask):
-        engine.round(step.votes, step.program, step.key, step.args, step.quorum, step.limit_ns)
+        engine.round(*step)

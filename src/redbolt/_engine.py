@@ -82,6 +82,10 @@ class Votes(Protocol):
     def valid_until_ns(self) -> int:
         """End of validity of a granted try, by the clock."""
 
+    @property
+    def touched(self) -> int:
+        """A bit for each node that may have executed it: what was sent there, and not answered with no."""
+
     def outcomes(self) -> list[tuple[int, str]]:
         """Per node: OPEN, YES, NO or FAULT, and the cause of a fault or the text of a reply."""
 
@@ -128,13 +132,23 @@ class Engine(Protocol):
         args: tuple[bytes, ...],
         quorum: int,
         limit_ns: int,
+        touched: int = -1,
     ) -> None:
-        """Ask all nodes to run ``program`` with ``key`` and ``args``; where the program writes,
-        ``args[0]`` is the token.
+        """Ask the nodes to run a program.
+
+        Args:
+            votes: filled with the result, also when an exception leaves the call.
+            program: what to run.
+            key: the lock's key.
+            args: the further words; where the program writes, ``args[0]`` is the token.
+            quorum: how many nodes must say yes.
+            limit_ns: how long a node may take to answer.
+            touched: a bit for each node that is asked; the others are left out (a fault), as a delete has
+                nothing to do where the token was never sent. Default: all.
         """
 
-    def discard(self, key: bytes, token: bytes) -> None:
-        """Queue a token-checked delete to every node, and wait for nobody."""
+    def discard(self, key: bytes, token: bytes, touched: int = -1) -> None:
+        """Queue a token-checked delete to the ``touched`` nodes, and wait for nobody."""
 
     def pending(self, token: bytes) -> bool:
         """Say whether some write of this token, on any connection, was not answered yet and may still be

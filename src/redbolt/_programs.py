@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from enum import IntEnum
-from importlib.resources import files
-from typing import TypeAlias
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 __all__ = ["DROP", "EXISTS", "EXTEND", "OWNED", "PROGRAMS", "TAKE", "TYPE", "Decoder", "Part", "Program"]
 
@@ -16,6 +15,7 @@ ones.
 """
 
 KEY = 0
+_LUA = Path(__file__).parent / "lua"
 
 
 class Decoder(IntEnum):
@@ -28,8 +28,7 @@ class Decoder(IntEnum):
     TEXT = 4  # a status: yes, with the text
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(NamedTuple):
     """One thing that a round asks every node to do.
 
     ``forms`` are tried in order on each node: one that the node does not know or does not permit is
@@ -49,7 +48,7 @@ class Program:
 
 
 def _script(name: str, *argv: Part) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    text = files("redbolt").joinpath("lua", f"{name}.lua").read_bytes()
+    text = (_LUA / f"{name}.lua").read_bytes()  # importlib.resources would take 10 ms to import
     body = b"\n".join(line for line in text.splitlines() if not line.startswith(b"--"))
     sha = hashlib.sha1(body, usedforsecurity=False).hexdigest().encode()
     return (b"EVALSHA", sha, b"1", KEY, *argv), (b"EVAL", body, b"1", KEY, *argv)

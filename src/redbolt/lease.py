@@ -17,15 +17,23 @@ class Lease:
         length_ms: the life that the key was last given, in milliseconds.
         started_ns: the clock just before that was sent.
         owner: the number of the thread that acquired it.
+        touched: a bit for each node that may hold the token.
     """
 
     __slots__ = (
         "__weakref__", "_generation", "_valid_until_ns", "key", "length_ms", "owner", "release_unknown",
-        "started_ns", "token",
+        "started_ns", "token", "touched",
     )  # fmt: skip
 
     def __init__(
-        self, key: bytes, token: bytes, length_ms: int, started_ns: int, valid_until_ns: int, owner: int
+        self,
+        key: bytes,
+        token: bytes,
+        length_ms: int,
+        started_ns: int,
+        valid_until_ns: int,
+        owner: int,
+        touched: int,
     ) -> None:
         self.key = key
         self.token = token
@@ -33,6 +41,7 @@ class Lease:
         self.started_ns = started_ns
         self._valid_until_ns = valid_until_ns
         self.owner = owner
+        self.touched = touched
         self.release_unknown = False  # a release was begun, and it is not known what it did
         self._generation = _process.generation
 

@@ -241,7 +241,13 @@ class Lock:
 
     def _granted(self, votes: Votes) -> None:
         self._hold.lease = Lease(
-            self._key, votes.token, self._lease_ms, votes.started_ns, votes.valid_until_ns, _process.owner()
+            self._key,
+            votes.token,
+            self._lease_ms,
+            votes.started_ns,
+            votes.valid_until_ns,
+            _process.owner(),
+            votes.touched,
         )
 
     def _current(self, what: str) -> Lease:
@@ -268,7 +274,9 @@ class Lock:
         first = not lease.release_unknown
         lease.release_unknown = True  # until we know better
         votes = engine.votes()
-        engine.round(votes, DROP, self._key, (lease.token,), self._quorum, self._limit_ns)
+        engine.round(
+            votes, DROP, self._key, (lease.token,), self._quorum, self._limit_ns, lease.touched
+        )
         if votes.verdict != GRANTED:
             votes = run(release(engine, self._target, lease, votes, votes.started_ns), engine)
             first = False

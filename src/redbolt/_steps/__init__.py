@@ -4,8 +4,7 @@ do no I/O.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from redbolt._engine import Votes
 from redbolt._programs import Program
@@ -13,8 +12,7 @@ from redbolt._programs import Program
 __all__ = ["Ask", "Sleep", "Step", "Target", "Try"]
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """What a lock asks for: the part of a try that stays the same."""
 
     key: bytes
@@ -24,16 +22,14 @@ class Target:
     limit_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Try:
+class Try(NamedTuple):
     """Try once to take the lock; ``votes`` tells what came of it."""
 
     votes: Votes
     arguments: tuple[bytes, bytes | None, int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """Run a program on all nodes; ``votes`` tells what came of it."""
 
     votes: Votes
@@ -42,10 +38,10 @@ class Ask:
     args: tuple[bytes, ...]
     quorum: int
     limit_ns: int
+    touched: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(NamedTuple):
     """Do nothing until the clock reads ``until_ns``."""
 
     until_ns: int

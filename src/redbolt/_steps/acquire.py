@@ -77,7 +77,7 @@ def acquire(
             length.
         SetupError: a quorum is impossible, and waiting cannot mend it.
     """
-    votes, tries, splits, type_known = first, int(first is not None), 0, False
+    votes, tries, splits, type_known, last_chance = first, int(first is not None), 0, False, False
     reached_ns = started_ns  # when a quorum could last say anything
     while True:
         if votes is None:
@@ -101,9 +101,10 @@ def acquire(
         over = retry.count is not None and tries >= retry.count
         if deadline_ns is not None and not over:
             last_ns = deadline_ns - _reserve_ns(votes)
-            if now >= last_ns:  # another try might not end in time, but the whole budget is waited
+            if last_chance or now >= last_ns:  # another try might not end in time; the whole budget is waited
                 yield Sleep(deadline_ns)
                 over = True
+            last_chance = wake_ns >= last_ns
             wake_ns = min(wake_ns, last_ns)
         if over:
             if votes is not None and votes.verdict == REFUSED:

@@ -69,6 +69,6 @@ def release(
             )
         yield Sleep(now_ns() + min(_PAUSE_NS, left_ns))
         votes = engine.votes()
-        yield Ask(votes, DROP, target.key, (lease.token,), target.quorum, left_ns)
+        yield Ask(votes, DROP, target.key, (lease.token,), target.quorum, left_ns, lease.touched)
         if votes.verdict == GRANTED:
             return votes
