@@ -26,7 +26,7 @@ cdef int decode(const rb_reply* reply, int decoder, const Bytes* token, int* hit
         if has_word(reply.text, kept, b"WRONGTYPE"):
             if decoder == GONE:
                 return YES
-            if decoder == SAME:
+            if decoder == SAME or decoder == FLAG:
                 return NO
         return FALL_BACK if falls_back_on(reply.text, kept) else FAULT
     if decoder == OK or decoder == FLAG:

@@ -198,6 +198,7 @@ cdef int await_one(Round* r, Conn* conn) noexcept nogil:
         return 0 if error == EAGAIN else -1
     pthread_mutex_lock(&conn.mutex)
     conn_take(r.engine, r.channel, conn, r, chunk, size, error)
+    send_if_ready(r, conn)
     pthread_mutex_unlock(&conn.mutex)
     return 1
 

@@ -22,7 +22,7 @@ class Decoder(IntEnum):
     """How a reply becomes a vote. "Yes" is never read from a number that could be a time to live."""
 
     OK = 0  # status OK: yes; nil: no
-    FLAG = 1  # integer 1 or status OK: yes; 0 or nil: no
+    FLAG = 1  # integer 1 or status OK: yes; 0, nil or WRONGTYPE: no
     GONE = 2  # integer 1: yes, and one hit (deleted); 0 or WRONGTYPE: yes (there is no such token)
     SAME = 3  # a string equal to argument 1: yes; another string, nil or WRONGTYPE: no
     TEXT = 4  # a status: yes, with the text
