@@ -163,6 +163,8 @@ cdef void look_after_conn(Engine_* e, Conn* conn, bint first, int64_t now, int64
             due[0] = min(due[0], replace_ns)
             if conn.state < HANDSHAKE and conn.fd < 0:
                 due[0] = min(due[0], now + MS)
+    if conn.state == READY and first and node.orphans:
+        pay_orphans(node, conn, now)
     if conn.state == READY and conn.slots:
         oldest = slot_at(conn, 0)
         if now < oldest.due_ns:
@@ -186,8 +188,6 @@ cdef void look_after_conn(Engine_* e, Conn* conn, bint first, int64_t now, int64
                 due[0] = min(due[0], now + MS)
             else:
                 due[0] = min(due[0], node.next_connect_ns)
-    elif first and conn.state == READY and node.orphans:
-        pay_orphans(node, conn, now)
 
 
 cdef short settled(Conn* conn) noexcept nogil:
@@ -205,6 +205,7 @@ cdef void pay_orphans(NodeState* node, Conn* conn, int64_t now) noexcept nogil:
     """Send the deletes that a node is owed on a connection that is ready."""
     cdef int i, kept = 0
     pthread_mutex_lock(&node.mutex)
+    node_expire_orphans(node, now)
     for i in range(node.orphans):
         if conn_put_spare(conn, node.orphan[i], now + SILENT_NS):
             packed_free(node.orphan[i])

@@ -68,7 +68,11 @@ class Node:
         if self.path is not None and not 0 < len(self.path.encode()) <= 107:
             raise ValueError("the path of a unix socket must have from 1 to 107 bytes")
         timeout = self.socket_timeout
-        if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+        if timeout is None:
+            return
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise TypeError(f"socket_timeout must be a number of seconds, not {type(timeout).__name__}")
+        if not (timeout > 0 and math.isfinite(timeout)):
             raise ValueError(f"socket_timeout must be seconds above 0, not {timeout!r}")
 
     def __repr__(self) -> str:

@@ -51,7 +51,7 @@ class Retry:
         if self.backoff is None:
             return self.delay
         try:
-            bound = min(self.max_delay, self.delay * self.backoff ** (tries - 1))
+            bound = min(self.max_delay, self.delay * float(self.backoff) ** (tries - 1))
         except OverflowError:
             bound = self.max_delay
         return _random.uniform(0, bound)

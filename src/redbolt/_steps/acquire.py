@@ -117,6 +117,8 @@ def acquire(
                     "waiting for lock %r, but its key holds a %s; no lock put that there", target.key, found
                 )
         yield Sleep(wake_ns)
+        if deadline_ns is not None and now_ns() >= deadline_ns:
+            continue  # it overslept, and no try starts after the deadline
         if token is not None and engine.pending(token):
             continue
         votes = engine.votes()
