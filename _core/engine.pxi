@@ -32,7 +32,7 @@ cdef class Votes:
     """What one round came to; see `redbolt._engine.Votes`."""
 
     cdef readonly int verdict, yes, no, hits
-    cdef readonly object token
+    cdef readonly bytes token
     cdef readonly int64_t started_ns, ended_ns, valid_until_ns, touched
     cdef int nodes
     cdef bint too_late
@@ -149,7 +149,7 @@ cdef class Engine:
         set_argument(&r, key)
         set_argument(&r, token)
         r.arg[2].bytes = digits
-        r.arg[2].length = snprintf(digits, sizeof(digits), b"%lld", <long long>lease_ms)
+        r.arg[2].length = rb_digits(digits, <uint64_t>lease_ms)
         r.args = 3
         r.program = TAKE
         r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)

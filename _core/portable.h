@@ -185,6 +185,25 @@ static inline void rb_hex(const unsigned char *bytes, int size, char *out) {
     }
 }
 
+/* Decimal digits; returns how many. */
+static inline int rb_digits(char *out, uint64_t value) {
+    char reversed[20];
+    int size = 0;
+    do reversed[size++] = (char)('0' + value % 10);
+    while (value /= 10);
+    for (int i = 0; i < size; i++) out[i] = reversed[size - 1 - i];
+    return size;
+}
+
+/* "$17\r\n", which goes before a word of 17 bytes; snprintf would take a tenth of packing a command. */
+static inline int rb_length_line(char *out, size_t length) {
+    out[0] = '$';
+    int size = 1 + rb_digits(out + 1, length);
+    out[size++] = '\r';
+    out[size++] = '\n';
+    return size;
+}
+
 static inline int rb_raise(void) { return -1; } /* lets an exception that is set already go on */
 
 #endif

@@ -60,7 +60,7 @@ cdef bint pack(Text* text, int program, int form, const Bytes* arg) noexcept nog
     cdef const Form* f = &prog[program].form[form]
     cdef const Chunk* chunk
     cdef const Bytes* a
-    cdef char head[24]
+    cdef char[24] head
     cdef int i, size
     for i in range(f.chunks):
         chunk = &f.chunk[i]
@@ -69,7 +69,7 @@ cdef bint pack(Text* text, int program, int form, const Bytes* arg) noexcept nog
                 return False
             continue
         a = &arg[chunk.argument]
-        size = snprintf(head, sizeof(head), b"$%zu\r\n", a.length)
+        size = rb_length_line(head, a.length)
         if not (text_add(text, head, size) and text_add(text, a.bytes, a.length)):
             return False
     return True

@@ -67,6 +67,8 @@ cdef extern from "portable.h" nogil:
     void rb_watch_forks(void (*)() noexcept nogil)
     uint64_t rb_hash(const char*, size_t)
     uint32_t rb_random()
+    int rb_digits(char*, uint64_t)
+    int rb_length_line(char*, size_t)
     void rb_hex(const unsigned char*, int, char*)
 
 cdef extern from "portable.h":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from redbolt import _process
 from redbolt._clock import now_ns
+from redbolt._engine import Votes
 
 __all__ = ["Lease"]
 
@@ -25,23 +26,14 @@ class Lease:
         "started_ns", "token", "touched",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        key: bytes,
-        token: bytes,
-        length_ms: int,
-        started_ns: int,
-        valid_until_ns: int,
-        owner: int,
-        touched: int,
-    ) -> None:
+    def __init__(self, key: bytes, length_ms: int, votes: Votes, owner: int) -> None:
         self.key = key
-        self.token = token
+        self.token = votes.token
         self.length_ms = length_ms
-        self.started_ns = started_ns
-        self._valid_until_ns = valid_until_ns
+        self.started_ns = votes.started_ns
+        self._valid_until_ns = votes.valid_until_ns
         self.owner = owner
-        self.touched = touched
+        self.touched = votes.touched
         self.release_unknown = False  # a release was begun, and it is not known what it did
         self._generation = _process.generation
 

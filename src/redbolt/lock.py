@@ -210,8 +210,7 @@ class Lock:
             blocking_timeout = self.blocking_timeout
         else:
             seconds(blocking_timeout, "blocking_timeout", zero=True)
-        own = None if token is None else token_bytes(token)
-        started_ns = 0 if own is None else now_ns()
+        own, started_ns = (None, 0) if token is None else (token_bytes(token), now_ns())
         votes: Votes | None = None
         try:
             if own is None or not engine.pending(own):
@@ -219,7 +218,7 @@ class Lock:
                 if engine.attempt(
                     votes, self._key, own, self._lease_ms, self._quorum, self._drift_ns, self._limit_ns
                 ):
-                    self._granted(votes)
+                    hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
                     return True
                 started_ns = started_ns or votes.started_ns
             if not blocking:
@@ -240,15 +239,7 @@ class Lock:
             raise
 
     def _granted(self, votes: Votes) -> None:
-        self._hold.lease = Lease(
-            self._key,
-            votes.token,
-            self._lease_ms,
-            votes.started_ns,
-            votes.valid_until_ns,
-            _process.owner(),
-            votes.touched,
-        )
+        self._hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
 
     def _current(self, what: str) -> Lease:
         lease: Lease | None = self._hold.lease
@@ -274,14 +265,15 @@ class Lock:
         first = not lease.release_unknown
         lease.release_unknown = True  # until we know better
         votes = engine.votes()
-        engine.round(
-            votes, DROP, self._key, (lease.token,), self._quorum, self._limit_ns, lease.touched
-        )
+        engine.round(votes, DROP, self._key, (lease.token,), self._quorum, self._limit_ns, lease.touched)
         if votes.verdict != GRANTED:
             votes = run(release(engine, self._target, lease, votes, votes.started_ns), engine)
             first = False
         self._hold.lease = None
-        conclude(lease, votes, first)
+        if votes.hits:
+            lease.end()
+        else:
+            conclude(lease, votes, first)
 
     def extend(self, additional_time: float, replace_ttl: bool = False) -> bool:
         """Lengthen the lease.
