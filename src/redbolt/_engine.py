@@ -143,8 +143,8 @@ class Engine(Protocol):
             args: the further words; where the program writes, ``args[0]`` is the token.
             quorum: how many nodes must say yes.
             limit_ns: how long a node may take to answer.
-            touched: a bit for each node that is asked; the others are left out (a fault), as a delete has
-                nothing to do where the token was never sent. Default: all.
+            touched: for a delete, a bit for each node that may have the token; the others are not asked, and
+                count as a yes without a hit. Default: all.
         """
 
     def discard(self, key: bytes, token: bytes, touched: int = -1) -> None:
@@ -170,7 +170,7 @@ class EngineChoice(NamedTuple):
 
 
 _KINDS = {"native": "redbolt._core", "pure": "redbolt._pure"}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may take a lock while its thread makes one
 _engines: dict[tuple[str, tuple[Node, ...]], Engine] = {}
 
 
@@ -225,7 +225,7 @@ def close_engines() -> None:
 
 def _after_fork() -> None:
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)
