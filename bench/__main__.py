@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import redbolt
-from bench.cores import HOW, Cores
+from bench.cores import HOW, Cores, can_pin
 from bench.report import Progress, head, lines
 from bench.runner import Plan
 from bench.scenarios import Imports, ManyNodes, OneNode, OneStopped, Scenario, Setup, ThreadsOnKeys
@@ -28,7 +28,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--engine", choices=("native", "pure", "both"), default="both", help="default: both")
     add("--nodes", nargs="+", metavar="URL", help="servers to use, the first one for one node")
     add("--unix", action="store_true", help="reach the throwaway servers by unix sockets")
-    add("--pin", choices=HOW, help="servers on other cores, all on one core, or where the floor is faster")
+    add(
+        "--pin",
+        choices=HOW,
+        help="servers on other cores (apart), all on one core (together), as the system "
+        "likes (free), or what suits each scenario (best); default: best, on throwaway servers",
+    )
     add("--passes", type=int, metavar="N", help=f"default: {FULL.passes}; quick: {QUICK.passes}")
     add("--seconds", type=float, metavar="S", help=f"a slice; {FULL.seconds}; quick: {QUICK.seconds}")
     add("--cycles", type=int, metavar="N", help="most cycles in a slice; default: as many as fit")
@@ -52,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
         nodes = None if args.nodes else stack.enter_context(LocalNodes(EMBEDDED))
         urls = args.nodes or [node.unix_url if args.unix else node.url for node in nodes or ()]
         stack.callback(redbolt.close)
-        cores = stack.enter_context(closing(Cores(urls))) if args.pin else None
+        pin = args.pin or ("best" if nodes and can_pin() else None)
+        cores = stack.enter_context(closing(Cores(urls))) if pin else None
         engines = ("native", "pure") if args.engine == "both" else (args.engine,)
         setup = Setup(urls, engines, plan(args), forced=args.engine != "both")
 
@@ -71,10 +77,10 @@ def main(argv: Sequence[str]) -> int:
         progress = Progress(sum(scenario.steps for scenario in scenarios))
         results = []
         for scenario in scenarios:
-            if cores and scenario.fastest:
-                how = scenario.fastest if args.pin == "best" else args.pin
+            if cores and pin and scenario.fastest:
+                how = scenario.fastest if pin == "best" else pin
                 cores.pin(how)
-                scenario.title += f", pinned {how}"
+                scenario.title += f" ({'cores as they come' if how == 'free' else f'pinned {how}'})"
             progress.begin(scenario.title)
             results.append(scenario.run(progress.step))
         progress.end()

@@ -12,27 +12,36 @@ from collections.abc import Iterable, Sequence
 
 import redis
 
-__all__ = ["HOW", "Cores"]
+__all__ = ["HOW", "Cores", "can_pin"]
 
-HOW = ("apart", "together", "best")
+HOW = ("best", "apart", "together", "free")
+
+
+def can_pin() -> bool:
+    """Whether this system can pin, and has the cores for it."""
+    return hasattr(os, "sched_setaffinity") and len(os.sched_getaffinity(0)) > 1
 
 
 class Cores:
     """The cores of this process and of servers on this machine; they get them back in the end."""
 
     def __init__(self, urls: Sequence[str]) -> None:
-        if not hasattr(os, "sched_setaffinity"):
-            raise SystemExit("--pin: this system cannot pin")
+        if not can_pin():
+            raise SystemExit("--pin: this system cannot pin, or has only one core")
         self._all = sorted(os.sched_getaffinity(0))
-        if len(self._all) < 2:
-            raise SystemExit("--pin: there is only one core")
         self._servers = []
         for url in urls:
             with redis.Redis.from_url(url) as client:
                 self._servers.append(client.info("server")["process_id"])
 
     def pin(self, how: str) -> None:
-        """Give this process the first core, and the servers the others ("apart") or the same ("together")."""
+        """Give this process the first core, and the servers the others ("apart") or the same ("together").
+
+        "free" lets all run everywhere.
+        """
+        if how == "free":
+            self.close()
+            return
         first, *others = self._all
         for pid in self._servers:
             _place(pid, others if how == "apart" else [first])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 __all__ = ["DROP", "EXISTS", "EXTEND", "OWNED", "PROGRAMS", "TAKE", "TYPE", "Decoder", "Part", "Program"]
 
@@ -28,7 +29,8 @@ class Decoder(IntEnum):
     TEXT = 4  # a status: yes, with the text
 
 
-class Program(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Program:
     """One thing that a round asks every node to do.
 
     ``forms`` are tried in order on each node: one that the node does not know or does not permit is
