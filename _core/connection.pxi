@@ -16,7 +16,7 @@ cdef char* PING = b"*1\r\n$4\r\nPING\r\n"
 
 
 cdef inline uint32_t proof(int program, int form) noexcept nogil:
-    return (<uint32_t>1) << (program * 2 + form)  # only native forms, of which a program has two at most
+    return (<uint32_t>1) << (program * MOST_FORMS + form)
 
 
 cdef inline Slot* slot_at(Conn* conn, uint32_t i) noexcept nogil:

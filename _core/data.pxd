@@ -9,7 +9,7 @@ from hiredis cimport rb_reply, redisReader
 
 cdef enum:
     MOST_NODES = 64
-    MOST_PROGRAMS = 16
+    MOST_PROGRAMS = 8           # x MOST_FORMS: the bits of Conn.proven
     MOST_FORMS = 4
     MOST_CHUNKS = 12
     MOST_ARGS = 8

@@ -98,7 +98,7 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
                 packed_free(slot.spare)
             return
         vote = FAULT
-    elif vote != BROKEN and slot.form < prog[slot.program].native:
+    elif vote != BROKEN:
         conn.proven |= proof(slot.program, slot.form)
     if vote == BROKEN:
         conn.first = (conn.first - 1) & (conn.room - 1)  # what it did is unknown: its undo must not be lost

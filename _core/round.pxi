@@ -107,8 +107,29 @@ cdef void begin_node(Round* r, int i) noexcept nogil:
             set_fault_of(ch, i, node, b"")
         else:
             conn_open(e, ch, conn, r.limit_ns)
+    if r.program == TAKE and conn.state == READY and conn.slots:
+        settle_doubts(conn)
     send_if_ready(r, conn)
     pthread_mutex_unlock(&conn.mutex)
+
+
+cdef void settle_doubts(Conn* conn) noexcept nogil:
+    """Have no earlier delete fall back only after a new try, which its token would then refuse.
+
+    Whatever may yet turn out to be unknown to the node is sent in the form that works everywhere, too. The
+    mutex is held.
+    """
+    cdef Slot* slot
+    cdef Packed* spare
+    cdef uint32_t i, slots = conn.slots
+    for i in range(slots):
+        slot = slot_at(conn, i)
+        spare = slot.spare
+        if slot.program != DROP or slot.form + 1 == prog[DROP].forms or spare == NULL:
+            continue
+        if not conn.proven & proof(DROP, slot.form) and conn_put_spare(conn, spare, slot.due_ns):
+            slot_at(conn, i).spare = NULL
+            packed_free(spare)
 
 
 cdef void set_fault_of(Channel* ch, int i, NodeState* node, const char* head) noexcept nogil:
