@@ -1,7 +1,7 @@
 """The agent: the one background thread of a process, which looks after what no round is there for.
 
-It sleeps until the earliest moment that some pool has named, or until it is woken; with nothing outstanding it sleeps for
-good. It is a daemon: it never keeps the interpreter from ending.
+It sleeps until the earliest moment that some ward has named, or until something happens; with nothing
+outstanding it sleeps for good. It is a daemon: it never keeps the interpreter from ending.
 """
 
 from __future__ import annotations
@@ -93,16 +93,16 @@ class Agent:
     def _run(self) -> None:
         if not self._only_one.acquire(blocking=False):
             return
-        generation = _process.generation
-        reader, writer = os.pipe()
+        reader, writer = ends = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
-        self._pipe.append((reader, writer))
+        self._pipe.append(ends)
+        generation = _process.generation
         while generation == _process.generation:
             try:
                 self._look_around()
                 self._sleep(reader)
-            except Exception:
+            except BaseException:
                 _log.exception("the agent goes on after an error")
                 time.sleep(_PAUSE_S)
 
@@ -116,7 +116,7 @@ class Agent:
             ward.watched = {}
             try:
                 ward.look_after()
-            except Exception:
+            except BaseException:
                 _log.exception("the agent goes on after an error")
                 ward.due_ns = min(ward.due_ns, _clock.now_ns() + int(_PAUSE_S * 1e9))
             if ward.due_ns == NEVER and not ward.watched:

@@ -1,25 +1,32 @@
-"""A channel: one connection to each node, used by one thread for one round at a time, and one poll over all of them."""
+"""A channel: one connection to each node, used by one thread for one round at a time; one poll for all."""
 
 from __future__ import annotations
 
 import select
 import threading
+from collections import deque
 
-from redbolt._pure.connection import READY, Connection, Task
+from redbolt._pure.connection import (
+    READY,
+    Connection,
+)
+from redbolt._pure.task import Task
 
 __all__ = ["Channel"]
 
 
 class Channel:
-    """Whoever puts itself down as ``owner`` may use it; None while it is idle."""
+    """Whose task is put down as ``owner`` may use it; it is None while the channel is idle."""
 
-    __slots__ = ("by_fd", "conns", "lock", "owner", "poll", "unfinished", "used_ns")
+    __slots__ = ("by_fd", "conns", "lock", "mail", "owner", "poll", "unfinished", "used_ns")
 
     def __init__(self, nodes: int, owner: Task | None, now: int) -> None:
         self.owner = owner
         self.used_ns = now
-        self.unfinished = False  # what `is_unfinished` said when it was used last
+        self.unfinished = False  # whether `is_unfinished` may hold, while it is idle
         self.conns: list[Connection | None] = [None] * nodes
+        self.mail: deque[tuple[int, Task]] = deque()
+        """Commands, each with its node, that others want sent behind an unanswered one of their token."""
         self.poll = select.poll()
         self.by_fd: dict[int, Connection] = {}
         self.lock = threading.RLock()  # of the sending side; can be taken off a thread that was interrupted
@@ -53,14 +60,31 @@ class Channel:
 
     def is_unfinished(self) -> bool:
         """Say whether some reply, or a connection, is still to come."""
-        for conn in self.conns:
+        for conn in self.conns:  # noqa: SIM110 - a generator takes twice as long
             if conn is not None and (conn.slots or conn.state != READY):
                 return True
         return False
 
-    def overdue(self, now: int) -> bool:
+    def is_overdue(self, now: int) -> bool:
         """Say whether a node should have answered by now."""
-        for conn in self.conns:
-            if conn is not None and (conn.slots or conn.state != READY) and conn.due_ns() <= now:
-                return True
-        return False
+        return any(conn is not None and conn.awaits() and conn.due_ns() <= now for conn in self.conns)
+
+    def writes(self, index: int, token: bytes) -> bool:
+        """Say whether the round that uses the channel has still to write the token on a node."""
+        owner = self.owner
+        return (
+            owner is not None
+            and owner.token == token
+            and owner.plan.writes
+            and owner.answers[index] is None
+            and owner.written[index] is None
+        )
+
+    def holds(self, index: int, token: bytes) -> bool:
+        """Say whether a write of the token on a node is unanswered here, or about to be made."""
+        conn = self.conns[index]
+        return (
+            (conn is not None and conn.holds(token))
+            or self.writes(index, token)
+            or any(where == index and task.token == token for where, task in self.mail.copy())
+        )

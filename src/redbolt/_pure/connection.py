@@ -1,37 +1,58 @@
 """One connection to one node: opened without blocking, with a first-in-first-out queue of what is unanswered.
 
-A connection lives once: resolving, connecting, handshake, ready; then it is dead (the other side ended it) or broken
-(it makes no sense any more), and at last closed. Its owner, the round that has its channel or else the agent, is the
-only one to read it; sending is done under the channel's lock.
+A connection lives once: resolving, connecting, handshake, ready; then it is dead (the other side ended it) or
+broken (given up by us), maybe retired, and at last closed. Its owner, the round that has its channel or else
+the agent, is the only one to read it; sending is done under the channel's lock.
 
-Interrupts: a ``KeyboardInterrupt`` may stop the main thread between any two steps. So a slot is noted before its bytes
-are sent and goes only after its reply was dealt with, and a socket is put into its box by the call that makes it.
+A ``KeyboardInterrupt`` may stop the main thread between any two steps. So a slot is noted before its bytes
+are sent, and goes only after its reply was dealt with; a socket is put into its box by the very call that
+makes it; and ``busy`` tells whether something was going on.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import random
 import select
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from redbolt._clock import now_ns
-from redbolt._judge import FAULT, NO, YES, falls_back
-from redbolt._programs import PROGRAMS
-from redbolt._pure.resolve import Address, Resolver
-from redbolt._pure.resp import DROP_PLAN, ERROR, PUSH, STATUS, Answer, Plan, Reader, Reply, decode, pack_command, text_of
-from redbolt.node import Node
+from redbolt._judge import FAULT, falls_back
+from redbolt._programs import TYPE
+from redbolt._pure.resolve import Address
+from redbolt._pure.resp import (
+    DROP_PLAN,
+    ERROR,
+    PUSH,
+    STATUS,
+    Answer,
+    Plan,
+    Reader,
+    Reply,
+    decode,
+    pack_command,
+    text_of,
+)
+from redbolt._pure.site import Site
+from redbolt._pure.task import Task, delete_task
 
 if TYPE_CHECKING:
     from redbolt._pure.channel import Channel
 
 __all__ = [
-    "BROKEN", "CLOSED", "CONNECTING", "DEAD", "HANDSHAKE", "READY", "RESOLVING", "RETIRED",
-    "Connection", "Site", "Task", "delete_task", "reason",
+    "BROKEN",
+    "CLOSED",
+    "CONNECTING",
+    "DEAD",
+    "HANDSHAKE",
+    "MOST_BACKLOG",
+    "READY",
+    "RESOLVING",
+    "RETIRED",
+    "Connection",
 ]  # fmt: skip
 
 RESOLVING: Final = 0
@@ -43,11 +64,7 @@ BROKEN: Final = 5  # given up by us: to be retired
 RETIRED: Final = 6
 CLOSED: Final = 7
 
-MOST_BACKLOG = 262_144
-MOST_ORPHANS = 1024
-FIRST_BACK_OFF_NS = 10_000_000
-LAST_BACK_OFF_NS = 500_000_000
-DELETE_LIFE_NS = 60_000_000_000
+MOST_BACKLOG: Final = 262_144  # bytes of unanswered commands
 _LEAST_SILENCE_NS = 1_000_000_000
 _READ = 16_384
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
@@ -55,138 +72,22 @@ _AGAIN_NS = 1_000_000
 _UNDER_WAY = frozenset((errno.EINPROGRESS, errno.EINTR))
 _LATER = frozenset((errno.EAGAIN, errno.EWOULDBLOCK))
 
-
-class Task:
-    """One command for all nodes, and what they said; shared by its slots on the connections."""
-
-    __slots__ = (
-        "answers", "due_ns", "expires_ns", "hits", "key", "limit_ns", "no", "open", "plan", "token", "waiting", "words",
-        "written", "yes",
-    )  # fmt: skip
-
-    def __init__(
-        self, plan: Plan, key: bytes, args: tuple[bytes, ...], limit_ns: int, expires_ns: int, nodes: int
-    ) -> None:
-        self.plan = plan
-        self.key = key
-        self.words = (key, *args)
-        self.token = args[0] if args else None
-        self.limit_ns = limit_ns
-        self.due_ns = 0
-        self.expires_ns = expires_ns  # its delete is of no use after this
-        self.yes = self.no = self.hits = 0
-        self.open = nodes
-        self.answers: list[Answer | None] = [None] * nodes
-        self.written: list[Connection | None] = [None] * nodes  # where the command may have gone out
-        self.waiting: set[int] = set()  # nodes that get it as soon as their connection is ready
-
-    def settle(self, index: int, answer: Answer) -> None:
-        """Count the vote of one node, if it has none yet."""
-        if self.answers[index] is None:
-            self.answers[index] = answer
-            self.open -= 1
-            vote = answer[0]
-            if vote == YES:
-                self.yes += 1
-                self.hits += answer[1]
-            elif vote == NO:
-                self.no += 1
-
-
-Slot = tuple[Task, int, int]
+Slot: TypeAlias = tuple[Task, int, int]
 """A command whose reply is awaited: task, form, size in bytes."""
 
-_HELLO = Task(Plan(PROGRAMS[-1]), b"", (), 0, 0, 0)  # a command of the handshake: an error ends the connection
-_PING = Task(Plan(PROGRAMS[-1]), b"", (), 0, 0, 0)  # any reply will do
-for _task in (_HELLO, _PING):
-    _task.plan.answers = {}
-
-
-def delete_task(key: bytes, token: bytes, now: int, limit_ns: int, expires_ns: int) -> Task:
-    """A delete that nobody waits for."""
-    task = Task(DROP_PLAN, key, (token,), limit_ns, expires_ns, 0)
-    task.due_ns = now + limit_ns
-    return task
-
-
-class Site:
-    """What the engine knows of one node."""
-
-    __slots__ = (
-        "away", "back_off_ns", "cause", "forms", "hello", "index", "next_connect_ns", "no_ping", "node", "orphans",
-        "proven", "resolver", "suspect",
-    )  # fmt: skip
-
-    def __init__(self, index: int, node: Node, on_resolved: Callable[[], None]) -> None:
-        self.index = index
-        self.node = node
-        self.hello = [pack_command(words) for words in node.handshake()]
-        self.resolver = Resolver(node, on_resolved)
-        self.no_ping = False
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin anew, as in a forked child."""
-        self.suspect = False
-        self.away = False  # a connect failed since it was last there
-        self.cause = ""
-        self.next_connect_ns = 0
-        self.back_off_ns = 0
-        self.forms = [0] * len(PROGRAMS)
-        self.proven = 0
-        self.orphans: dict[tuple[bytes, bytes], int] = {}
-        """Deletes that the next connection has to bring, and the end of their use."""
-        self.resolver.after_fork()
-
-    def doubt(self, cause: str) -> None:
-        """It does not answer."""
-        if not self.suspect:
-            self.cause = cause
-            self.suspect = True
-
-    def failed(self, cause: str, now: int) -> None:
-        """A connect came to nothing: wait longer before the next."""
-        self.cause = cause
-        self.away = True
-        self.back_off_ns = min(LAST_BACK_OFF_NS, max(FIRST_BACK_OFF_NS, 2 * self.back_off_ns))
-        self.next_connect_ns = now + int(self.back_off_ns * random.uniform(0.5, 1.0))
-        self.resolver.refresh()
-
-    def answered(self) -> None:
-        """A connection is ready."""
-        self.suspect = False
-        self.back_off_ns = self.next_connect_ns = 0
-        if self.away:  # it may be another server by now
-            self.away = False
-            self.forms = [0] * len(PROGRAMS)
-            self.proven = 0
-
-    def add_orphan(self, key: bytes, token: bytes, expires_ns: int) -> None:
-        """Owe the node a delete."""
-        orphans = self.orphans
-        orphans[key, token] = max(expires_ns, orphans.get((key, token), 0))
-        while len(orphans) > MOST_ORPHANS:
-            orphans.pop(next(iter(orphans)), None)
-
-    def expire_orphans(self, now: int) -> None:
-        """Forget deletes whose keys have ended by themselves."""
-        for name, expires_ns in list(self.orphans.items()):
-            if expires_ns <= now:
-                self.orphans.pop(name, None)
-
-    def scrubbed(self, text: str) -> str:
-        """A server's text without our password, which some servers repeat."""
-        password = self.node.password
-        return text.replace(password, "***") if password else text
+_HELLO = Task(
+    Plan(TYPE), b"", (), 0, 0, 0
+)  # stands for a command of the handshake: an error ends the connection
+_PING = Task(Plan(TYPE), b"", (), 0, 0, 0)  # stands for one to which any reply will do
 
 
 class Connection:
     """See the module."""
 
     __slots__ = (
-        "_addresses", "_again_ns", "_look_up", "backlog", "box", "carried", "cause", "channel", "fd", "heard", "limit_ns",
-        "lock", "mail", "opened_ns", "out", "polled", "proven", "reader", "sane", "site", "slots", "sock", "state",
-        "until_ns",
+        "_addresses", "_look_up", "again_ns", "backlog", "box", "busy", "carried", "cause", "channel",
+        "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns", "out", "polled", "proven", "reader", "sane", "site",
+        "slots", "sock", "state", "until_ns",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, site: Site, now: int, limit_ns: int) -> None:
@@ -198,21 +99,21 @@ class Connection:
         self.opened_ns = now
         self.limit_ns = limit_ns
         self.until_ns = 0  # end of its time in retirement
-        self.sane = True  # our books about it are right: no interrupt came in between
+        self.busy = False  # something is being done to it: after an interrupt, its books may be wrong
+        self.sane = True  # they are right
         self.heard = False
         self.box: list[socket.SocketType] = []
         self.sock: socket.SocketType | None = None
         self.fd = -1
         self.polled = (-1, 0)  # descriptor and events that the channel's poll has
         self.slots: deque[Slot] = deque()
-        self.mail: deque[tuple[Task, int]] = deque()
-        """Tasks and forms that other threads want to have sent here, behind an unanswered write of the same token."""
         self.carried: dict[tuple[bytes, bytes], int] = {}  # further deletes that become orphans with its end
         self.out = bytearray()
         self.backlog = 0  # bytes of unanswered commands
         self.proven = 0  # forms that were answered here, see Plan.proofs
+        self.doubtful = False  # some delete is unanswered whose form the node may not know
         self.reader = Reader()
-        self._again_ns = 0
+        self.again_ns = 0  # connecting is to be tried again then, if not 0
         self._addresses: Iterator[Address] = iter(())
         self._look_up = site.resolver.addresses()
 
@@ -221,18 +122,18 @@ class Connection:
     def interest(self) -> int:
         """The events that it waits for."""
         if self.state == CONNECTING:
-            return 0 if self._again_ns else select.POLLOUT
+            return 0 if self.again_ns else select.POLLOUT
         if self.state in (HANDSHAKE, READY):
             return select.POLLIN | select.POLLOUT if self.out else select.POLLIN
         return 0
 
-    @property
-    def ticks(self) -> bool:
-        """Whether it goes on without an event, so that it has to be looked at again soon."""
-        return self.state == RESOLVING or self._again_ns > 0
-
     def proceed(self, now: int, events: int) -> None:
         """Go on with opening it, or with sending, as far as that is possible now."""
+        self.busy = True
+        self._proceed(now, events)
+        self.busy = False
+
+    def _proceed(self, now: int, events: int) -> None:
         if self.state == RESOLVING:
             if self._look_up.done:
                 if not self._look_up.addresses:
@@ -241,8 +142,8 @@ class Connection:
                 self._addresses = iter(self._look_up.addresses)
                 self._next_address(now, "it has no address")
         elif self.state == CONNECTING:
-            if self._again_ns:
-                if now >= self._again_ns:
+            if self.again_ns:
+                if now >= self.again_ns:
                     self._addresses = iter(self._look_up.addresses)
                     self._next_address(now, "it has no address")
             elif events:
@@ -254,7 +155,7 @@ class Connection:
     def _next_address(self, now: int, cause: str) -> None:
         """Try the next address, or end with the cause of the failure of the last one."""
         self.state = CONNECTING
-        self._again_ns = 0
+        self.again_ns = 0
         for family, address in self._addresses:
             self._shut_box()
             try:
@@ -275,7 +176,7 @@ class Connection:
                 return
             if error in _LATER and family == socket.AF_UNIX:  # the backlog of the server is full
                 self._shut_box()
-                self._again_ns = now + _AGAIN_NS
+                self.again_ns = now + _AGAIN_NS
                 return
             cause = os.strerror(error)
         self.end(cause)
@@ -283,11 +184,14 @@ class Connection:
     def _finish_connect(self, now: int) -> None:
         assert self.sock is not None
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if not error and self.sock.family != socket.AF_UNIX:
+            try:
+                if self.sock.getsockname() == self.sock.getpeername():
+                    error = errno.ECONNREFUSED  # nobody listens; our own end has just that port
+            except OSError as problem:  # it was accepted, and reset at once
+                error = problem.errno or errno.ECONNRESET
         if error:
             self._next_address(now, os.strerror(error))
-        elif self.sock.family != socket.AF_UNIX and self.sock.getsockname() == self.sock.getpeername():
-            # Nobody listens, and the kernel has chosen just that port for our own end.
-            self._next_address(now, os.strerror(errno.ECONNREFUSED))
         else:
             self._greet()
 
@@ -315,9 +219,12 @@ class Connection:
     def put(self, task: Task, form: int, data: bytes) -> None:
         """Queue a whole command and its slot, and send what the socket takes.
 
-        A socket that fails here is left to its reader, who sees the same, and maybe a last word of the server.
+        A socket that fails here is left to its reader, who sees the same, and maybe a last word of the
+        server.
         """
         size = len(data)
+        if task.plan.deletes and task.plan.proofs[form] & ~self.proven:
+            self.doubtful = True
         self.slots.append((task, form, size))
         self.backlog += size
         if self.out:
@@ -346,10 +253,21 @@ class Connection:
             self.out.clear()
         self.channel.track(self)
 
-    def put_delete(self, task: Task) -> None:
-        """Queue a delete that nobody waits for: in a form that was answered here before, or else a whole EVAL."""
-        form = DROP_PLAN.safe_form(self.proven)
-        self.put(task, form, DROP_PLAN.packers[form](task.words))
+    def settle_doubts(self) -> None:
+        """Have no earlier delete fall back only after a new try, which its token would then refuse.
+
+        Whatever may yet turn out to be unknown to the node is sent in the form that works everywhere, too.
+        """
+        self.doubtful = False
+        for task, form, _ in self.slots.copy():
+            plan = task.plan
+            if plan.deletes and plan.proofs[form] & ~self.proven:
+                self.put(task, plan.last, plan.packers[-1](task.words))
+
+    def put_safely(self, task: Task) -> None:
+        """Queue a command that nobody waits for, in a form that was answered here, or else the last."""
+        form = task.plan.safe_form(self.proven)
+        self.put(task, form, task.plan.packers[form](task.words))
 
     def send_orphans(self, now: int) -> None:
         """Bring the node the deletes that it is owed."""
@@ -364,13 +282,6 @@ class Connection:
             self.put(task, DROP_PLAN.last, DROP_PLAN.packers[-1](task.words))
             site.orphans.pop((key, token), None)
 
-    def take_mail(self) -> None:
-        """Send what other threads have left here."""
-        while self.mail:
-            task, form = self.mail[0]
-            self.put(task, form, task.plan.packers[form](task.words))
-            self.mail.popleft()
-
     # ---- reading; by the owner alone ----
 
     def receive(self, current: Task | None) -> None:
@@ -378,6 +289,11 @@ class Connection:
 
         Afterwards the state may be DEAD or BROKEN.
         """
+        self.busy = True
+        self._receive(current)
+        self.busy = False
+
+    def _receive(self, current: Task | None) -> None:
         try:
             data = self.sock.recv(_READ)  # type: ignore[union-attr]
         except (BlockingIOError, InterruptedError):
@@ -416,6 +332,8 @@ class Connection:
             elif not slots and self.state == HANDSHAKE:
                 with self.lock:
                     self._be_ready()
+        if not slots:
+            self.backlog = 0  # others may have added to it at the same time
         if self.reader.fault is not None:
             self.end(self.reader.fault, BROKEN)
 
@@ -448,13 +366,19 @@ class Connection:
             with self.lock:
                 if task is current:
                     self.put(task, form + 1, plan.packers[form + 1](task.words))
-                elif plan.deletes:
+                elif plan.deletes or not self._is_outdated(task):
                     self.put(task, plan.last, plan.packers[-1](task.words))
             return None
         answer = decode(plan.decoder, reply, task.token)
         if answer is None:
             self.end("a reply that does not belong to the command", BROKEN)
         return answer
+
+    def _is_outdated(self, task: Task) -> bool:
+        """Whether it must not be repeated: it writes nothing, or its token was written again since."""
+        if not task.plan.writes:
+            return True
+        return any(other is not task and other.token == task.token for other, _, _ in self.slots.copy())
 
     def _unasked(self, reply: Reply) -> str:
         kind, value = reply
@@ -467,11 +391,13 @@ class Connection:
     def end(self, cause: str, state: int = DEAD) -> None:
         """Note that it is over, and why; the pool does the rest."""
         self.cause = cause
+        self.sane = False
         self.state = state
 
     def give_up(self) -> None:
         """It was silent for too long: stop waiting for it."""
-        self.end(self.overdue_text(), DEAD if self.state < HANDSHAKE else BROKEN)
+        self.cause = self.overdue_text()
+        self.state = DEAD if self.state < HANDSHAKE else BROKEN
 
     def open(self) -> bool:
         """Whether something can be read."""
@@ -502,9 +428,9 @@ class Connection:
         return f"no {what} within {(self.due_ns() - self.oldest_ns()) // 1_000_000} ms"
 
     def draw_conclusions(self) -> bool:
-        """The server has ended it: see what that tells about the oldest command. True if it gets another form.
+        """The server has ended it: see what that tells about the oldest command.
 
-        Proxies hang up on commands that they do not know.
+        Proxies hang up on commands that they do not know. Returns True if the node gets another form of it.
         """
         site = self.site
         if not self.slots:
@@ -513,16 +439,17 @@ class Connection:
         plan = task.plan
         if task is _PING:
             site.no_ping = True
-        elif task is not _HELLO and plan.proofs[form] and not plan.proofs[form] & site.proven:
-            if site.forms[plan.index] == form:
-                site.forms[plan.index] = form + 1
-                return True
+            return False
+        unproven = plan.proofs[form] & ~site.proven
+        if unproven and site.forms[plan.index] == form:
+            site.forms[plan.index] = form + 1
+            return True
         return False
 
     def owed(self) -> dict[tuple[bytes, bytes], int]:
         """The deletes that follow from its unanswered writes, and the end of their use."""
         owed = dict(self.carried)
-        for task in [slot[0] for slot in self.slots.copy()] + [task for task, _ in self.mail.copy()]:
+        for task, _, _ in self.slots.copy():
             if task.plan.undone and task.token is not None:
                 name = (task.key, task.token)
                 owed[name] = max(task.expires_ns, owed.get(name, 0))
@@ -530,18 +457,16 @@ class Connection:
 
     def holds(self, token: bytes) -> bool:
         """Say whether a write of this token is unanswered here."""
-        if not self.slots and not self.mail and not self.carried:
+        if not self.slots and not self.carried:
             return False
-        return (
-            any(slot[0].token == token and slot[0].plan.writes for slot in self.slots.copy())
-            or any(task.token == token for task, _ in self.mail.copy())
-            or any(held == token for _, held in list(self.carried))
+        return any(task.token == token and task.plan.writes for task, _, _ in self.slots.copy()) or any(
+            held == token for _, held in list(self.carried)
         )
 
     def close(self) -> None:
         """Give the descriptor back."""
-        self.state = CLOSED
         self._shut_box()
+        self.state = CLOSED
 
     def _shut_box(self) -> None:
         for sock in self.box:

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import os
 import select
-from typing import Final
+import time
+from typing import TYPE_CHECKING, Final
 
-from redbolt import _process
+from redbolt import _engine, _process
 from redbolt._clock import now_ns
-from redbolt._engine import MAX_KEY
 from redbolt._judge import FAULT, GRANTED, NO, OPEN, UNDECIDED, WAITING, YES, validity_end_ns, verdict
 from redbolt._programs import TAKE, Program
-from redbolt._pure.agent import AGENT
 from redbolt._pure.channel import Channel
 from redbolt._pure.connection import (
-    DELETE_LIFE_NS,
     MOST_BACKLOG,
     READY,
+    RESOLVING,
     Connection,
-    Task,
-    delete_task,
 )
 from redbolt._pure.pool import Pool
-from redbolt._pure.resp import PLANS, Answer
+from redbolt._pure.resp import PLANS
+from redbolt._pure.task import DELETE_LIFE_NS, Task
 from redbolt.node import Node
 
 __all__ = ["Engine", "Votes"]
 
 _POLLIN: Final = select.POLLIN
 _SLICE_MS = 50  # the main thread looks for signals at least this often
+_PATIENCE = 50  # times 0.2 ms
 _STALE_NS = 2_000_000  # a channel that was idle for longer may have connections that ended meanwhile
-_CALM = MOST_BACKLOG - 2 * MAX_KEY - 1024  # any command may be added to so many unanswered bytes
+_CALM = MOST_BACKLOG - 2 * _engine.MAX_KEY - 1024  # any command may be added to so many unanswered bytes
 _TAKE_PLAN = PLANS[TAKE.index]
 
 
@@ -38,7 +37,8 @@ class Votes:
     """What one round came to; see `redbolt._engine.Votes`."""
 
     __slots__ = (
-        "_answers", "ended_ns", "hits", "no", "started_ns", "token", "valid_until_ns", "verdict", "yes",
+        "_nodes", "_task", "ended_ns", "hits", "no", "started_ns", "token", "valid_until_ns", "verdict",
+        "yes",
     )  # fmt: skip
 
     def __init__(self, nodes: int) -> None:
@@ -46,11 +46,18 @@ class Votes:
         self.yes = self.no = self.hits = 0
         self.token = b""
         self.started_ns = self.ended_ns = self.valid_until_ns = 0
-        self._answers: list[Answer | None] = [None] * nodes
+        self._nodes = nodes
+        self._task: Task | None = None
+
+    @property
+    def touched(self) -> int:
+        """A bit for each node that may have executed it."""
+        return 0 if self._task is None else self._task.touched()
 
     def outcomes(self) -> list[tuple[int, str]]:
         """Per node: the vote, and the cause of a fault or the text of a reply."""
-        return [(OPEN, "") if answer is None else (answer[0], answer[2]) for answer in self._answers]
+        answers = [None] * self._nodes if self._task is None else self._task.answers
+        return [(OPEN, "") if answer is None else (answer[0], answer[2]) for answer in answers]
 
 
 class _Tokens:
@@ -91,7 +98,7 @@ class Engine:
 
     def attempt(
         self,
-        votes: Votes,
+        votes: _engine.Votes,
         key: bytes,
         token: bytes | None,
         lease_ms: int,
@@ -100,11 +107,13 @@ class Engine:
         limit_ns: int,
     ) -> bool:
         """Try once to take a lock, and undo what was done if it was not granted."""
+        if TYPE_CHECKING:
+            assert isinstance(votes, Votes)  # it was made by our own `votes`
         fresh = token is None
         votes.verdict = UNDECIDED
         votes.token = token = _fresh_token() if token is None else token
         _check(key, token)
-        task = Task(_TAKE_PLAN, key, (token, b"%d" % lease_ms), limit_ns, 0, self._size)
+        votes._task = task = Task(_TAKE_PLAN, key, (token, b"%d" % lease_ms), limit_ns, 0, self._size)
         try:
             channel = self._pool.check_out(task, fresh)
             self._start(votes, channel, task, lease_ms * 1_000_000)
@@ -125,18 +134,23 @@ class Engine:
 
     def round(
         self,
-        votes: Votes,
+        votes: _engine.Votes,
         program: Program,
         key: bytes,
         args: tuple[bytes, ...],
         quorum: int,
         limit_ns: int,
+        touched: int = -1,
     ) -> None:
-        """Ask all nodes to run ``program`` with ``key`` and ``args``."""
+        """Ask the ``touched`` nodes to run ``program`` with ``key`` and ``args``."""
+        if TYPE_CHECKING:
+            assert isinstance(votes, Votes)
         plan = PLANS[program.index]
         votes.verdict = UNDECIDED
         _check(key, *args)
-        task = Task(plan, key, args, limit_ns, 0, self._size)
+        votes._task = task = Task(plan, key, args, limit_ns, 0, self._size)
+        if touched != -1:
+            self._leave_out(task, touched)
         try:
             if plan.writes:
                 votes.token = args[0]
@@ -150,26 +164,40 @@ class Engine:
             self._give_up(votes, task)
             raise
 
-    def discard(self, key: bytes, token: bytes) -> None:
-        """Queue a token-checked delete to every node, and wait for nobody."""
+    def discard(self, key: bytes, token: bytes, touched: int = -1) -> None:
+        """Queue a token-checked delete to the ``touched`` nodes, and wait for nobody."""
         _check(key, token)
-        self._pool.discarded.append((key, token))
-        AGENT.due(self._pool, 0)
+        self._pool.care.discarded.append((key, token, touched))
+        self._pool.wake()
 
     def pending(self, token: bytes) -> bool:
         """Say whether some write of this token may still be executed."""
-        return self._pool.pending(token)
+        try:
+            return self._pool.pending(token)
+        except BaseException:
+            self._pool.unlock()
+            raise
 
     def close(self) -> None:
         """Retire all connections that no round is using."""
-        self._pool.close()
+        try:
+            self._pool.close()
+        except BaseException:
+            self._pool.unlock()
+            raise
 
     # ---- a round ----
+
+    def _leave_out(self, task: Task, touched: int) -> None:
+        for index in range(self._size):
+            if not touched >> index & 1:
+                task.left_out.add(index)
+                task.settle(index, (YES, 0, ""))  # the token is not there: the answer is known
 
     def _start(self, votes: Votes, channel: Channel, task: Task, life_ns: int) -> None:
         """Send the command to every node that can get it now."""
         now = now_ns()
-        if now - channel.used_ns > _STALE_NS or (channel.unfinished and channel.overdue(now)):
+        if now - channel.used_ns > _STALE_NS or (channel.unfinished and channel.is_overdue(now)):
             self._catch_up(channel, now)
             now = now_ns()
         votes.started_ns = now
@@ -185,7 +213,8 @@ class Engine:
                 if (
                     conn is None
                     or conn.state != READY
-                    or (conn.backlog and (conn.mail or conn.backlog > _CALM))
+                    or conn.backlog > _CALM
+                    or conn.doubtful
                     or site.suspect
                     or site.orphans
                     or answers[at] is not None
@@ -196,7 +225,9 @@ class Engine:
                         form = site.forms[index]
                         data = plan.packers[form](task.words)
                     written[at] = conn
+                    conn.busy = True
                     conn.put(task, form, data)
+                    conn.busy = False
                 at += 1
         if rest is not None:
             for at in rest:
@@ -209,14 +240,15 @@ class Engine:
             return
         if site.suspect and not task.plan.deletes:
             task.settle(index, (FAULT, 0, f"left out until it answers again: {site.cause}"))
-            return
+        else:
+            task.waiting.add(index)
         conn = channel.conns[index]
         if conn is None:
             if now < site.next_connect_ns:
+                task.waiting.discard(index)
                 task.settle(index, (FAULT, 0, site.cause))
                 return
-            conn = self._pool.open(channel, site, now, task.limit_ns)
-        task.waiting.add(index)
+            conn = self._pool.open(channel, site, now, task.limit_ns)  # a suspect may be back
         self._follow_up(channel, conn, task)
 
     def _follow_up(self, channel: Channel, conn: Connection, task: Task) -> None:
@@ -235,8 +267,10 @@ class Engine:
         """Send the command on a connection that is ready, after what has to go first."""
         site = conn.site
         with channel.lock:
-            conn.take_mail()
+            conn.busy = True
             conn.send_orphans(now_ns())
+            if conn.doubtful and task.plan is _TAKE_PLAN:
+                conn.settle_doubts()
             form = site.forms[task.plan.index]
             data = task.plan.packers[form](task.words)
             if conn.backlog + len(data) > MOST_BACKLOG and conn.slots:
@@ -244,6 +278,7 @@ class Engine:
             else:
                 task.written[site.index] = conn
                 conn.put(task, form, data)
+            conn.busy = False
         task.waiting.discard(site.index)
 
     def _finish(self, votes: Votes, channel: Channel, task: Task, quorum: int) -> None:
@@ -274,11 +309,12 @@ class Engine:
                     self._time_out(task)
                     found = verdict(task.yes, task.no, task.open, size, quorum)
                 timeout = min(_SLICE_MS, -(-left // 1_000_000))
+        if task.generation != _process.generation:
+            raise RuntimeError("the process was forked by a signal handler in the middle of a round")
         votes.ended_ns = ended
         votes.yes = task.yes
         votes.no = task.no
         votes.hits = task.hits
-        votes._answers = task.answers
         votes.verdict = found
 
     def _on_events(self, channel: Channel, conn: Connection, task: Task, events: int) -> None:
@@ -293,15 +329,14 @@ class Engine:
         now = now_ns()
         for index in list(task.waiting):
             conn = channel.conns[index]
-            if conn is not None and conn.ticks:
+            if conn is not None and (conn.state == RESOLVING or conn.again_ns):
                 conn.proceed(now, 0)
                 self._follow_up(channel, conn, task)
-                if conn.ticks:
-                    timeout = 1
+                timeout = 1
         return timeout if task.open else 0
 
     def _catch_up(self, channel: Channel, now: int) -> None:
-        """Read what has come since the channel was used last, so that an ended connection is replaced in this round."""
+        """Read what has come since the channel was used last: what has ended is replaced in this round."""
         for fd, events in channel.poll.poll(0):
             conn = channel.by_fd.get(fd)
             if conn is not None:
@@ -328,7 +363,7 @@ class Engine:
                 task.settle(index, (FAULT, 0, cause))
                 self._sites[index].doubt(cause)
         task.waiting.clear()
-        AGENT.due(self._pool, 0)
+        self._pool.wake()
 
     def _tell_late(self, task: Task) -> None:
         """A quorum said yes, but so late that nothing is left of the lease."""
@@ -346,28 +381,43 @@ class Engine:
             if conn is None or vote == NO:
                 continue
             if delete is None:
-                delete = delete_task(task.key, task.token, now_ns(), task.limit_ns, task.expires_ns)
-            if conn.channel is channel and conn.state == READY:
+                delete = task.delete(now_ns())
+            if conn.state == READY:
                 with channel.lock:
-                    conn.put_delete(delete)
-            elif conn.channel is not channel or vote == YES:  # else its slot has left an orphan, or it is an error
-                self._pool.undo_elsewhere(conn, delete)
+                    conn.busy = True
+                    conn.put_safely(delete)
+                    conn.busy = False
+            elif vote == YES:  # else its slot has left the delete behind, or it was not done
+                conn.site.add_orphan(task.key, task.token, task.expires_ns)
+                self._pool.wake()
+        for index, other in task.elsewhere:
+            self._pool.leave(other, index, task.delete(now_ns()))
 
     def _give_up(self, votes: Votes, task: Task) -> None:
         """The round was interrupted anywhere: the agent, which nothing interrupts, cleans up."""
-        votes.verdict = UNDECIDED
         pool = self._pool
-        pool.interrupted.append(task)
-        for lock in (pool.lock, *[channel.lock for channel in list(pool.channels)]):
+        if task.generation != _process.generation:
+            votes.verdict = UNDECIDED
+            return  # it belongs to the parent, with all that it wrote
+        interrupted = pool.care.interrupted
+        while True:
             try:
-                while True:
-                    lock.release()
-            except RuntimeError:
-                pass  # it was not, or is no longer, held by this thread
-        AGENT.due(pool, 0)
+                votes.verdict = UNDECIDED
+                votes.yes, votes.no, votes.hits = task.yes, task.no, task.hits
+                pool.unlock()
+                if task not in interrupted:
+                    interrupted.append(task)
+                pool.wake()
+                for _ in range(_PATIENCE):  # so that whoever goes on finds the channel in order
+                    if task not in interrupted:
+                        break
+                    time.sleep(0.0002)
+                return
+            except BaseException:  # a second interrupt; the first one is on its way already
+                continue
 
 
 def _check(*words: bytes) -> None:
     for word in words:
-        if len(word) > MAX_KEY:
-            raise ValueError(f"a key or token has at most {MAX_KEY} bytes, not {len(word)}")
+        if len(word) > _engine.MAX_KEY:
+            raise ValueError(f"a key or token has at most {_engine.MAX_KEY} bytes, not {len(word)}")

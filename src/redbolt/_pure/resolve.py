@@ -27,7 +27,7 @@ class LookUp:
 
 
 class Resolver:
-    """The addresses of one node: known at once if they are numeric, else asked for by a thread that nobody joins."""
+    """The addresses of one node: known at once, or else asked for by a thread that nobody joins."""
 
     def __init__(self, node: Node, on_done: Callable[[], None]) -> None:
         self._host = node.host
@@ -68,13 +68,15 @@ class Resolver:
 
     def _ask(self) -> LookUp:
         asking = self._asking
-        if asking is None:
-            asking = self._asking = LookUp()
+        if asking is None or asking.done:
+            asking = LookUp()
             try:
-                threading.Thread(target=self._look_up, args=(asking,), name="redbolt-resolver", daemon=True).start()
+                name = "redbolt-resolver"
+                threading.Thread(target=self._look_up, args=(asking,), name=name, daemon=True).start()
+                self._asking = asking  # only now: an interrupt before must not leave a question nobody asks
             except RuntimeError as error:  # no thread can be started
                 asking.error = str(error)
-                self._finish(asking)
+                asking.done = True
         return asking
 
     def _look_up(self, asking: LookUp) -> None:
@@ -87,7 +89,6 @@ class Resolver:
     def _finish(self, asking: LookUp) -> None:
         if asking.addresses:
             self._last = asking
-        self._asking = None
         asking.done = True
         self._on_done()
 

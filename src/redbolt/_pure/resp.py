@@ -1,8 +1,9 @@
 """The protocol: packing commands, reading replies (RESP2 and RESP3), and what a reply says in a vote.
 
-Only the outermost value of a reply is kept: a lock never asks for more, and what a hostile server nests inside costs
-no memory. That is why the reader is our own even where the hiredis package is there: its reader builds the lists that
-a server announces, and does not tell a status from a string.
+Only the outermost value of a reply is kept: a lock never asks for more, and what a hostile server nests
+inside costs no memory. That is why the reader is our own even where the hiredis package is there: that one
+makes room for the list that a server announces (1.6 GB for ``*200000000``), and does not tell a status from
+a string.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PUSH: Final = 6  # an out-of-band message, or an attribute: no reply to any comm
 Reply: TypeAlias = tuple[int, bytes | int | None]
 """Kind and value: the text of a status, error or string, or an integer."""
 Answer: TypeAlias = tuple[int, int, str]
-"""What one node says in a round: the vote, how many keys it deleted, and a text (of a type, or the cause of a fault)."""
+"""What one node says: the vote, how many keys it deleted, and a text (a type, or the cause of a fault)."""
 
 _MOST_TEXT = 200  # characters of a server's text that are kept
 _MOST_ELEMENTS = 65_536
@@ -102,7 +103,7 @@ class Reader:
         self._push = False  # it is a push
 
     def feed(self, data: bytes) -> Sequence[Reply]:
-        """The replies that ``data`` completes. Sets ``fault`` where the stream is no RESP any more, or too long."""
+        """The replies that ``data`` completes. Sets ``fault`` where the stream is no RESP, or too long."""
         if not self._buffer and not self._missing:
             common = COMMON.get(data)
             if common is not None:
@@ -140,7 +141,9 @@ class Reader:
             self.fault = "the reply is too long for any lock"
         return replies
 
-    def _count(self, replies: list[Reply], kind: int, value: bytes | int | None, more: int, size: int) -> None:
+    def _count(
+        self, replies: list[Reply], kind: int, value: bytes | int | None, more: int, size: int
+    ) -> None:
         """Take in one value: a whole reply, a part of the open list, or the head of a list."""
         if self._missing:
             self._missing += more - 1
@@ -199,29 +202,28 @@ _ANSWERS: dict[Decoder, dict[Reply, Answer]] = {
 class Plan:
     """A program made ready for use."""
 
-    __slots__ = ("answers", "decoder", "deletes", "index", "last", "packers", "program", "proofs", "undone", "writes")
+    __slots__ = (
+        "answers", "decoder", "deletes", "index", "last", "native", "packers", "proofs", "undone", "writes",
+    )  # fmt: skip
 
     def __init__(self, program: Program) -> None:
-        self.program = program
         self.index = program.index
         self.decoder = program.decoder
         self.deletes = program.deletes
         self.writes = program in (TAKE, DROP, EXTEND)
-        self.undone = program in (TAKE, DROP)  # its unanswered commands are followed by a delete
+        self.undone = program in (TAKE, DROP)  # what is unanswered of it is followed by a delete
         self.last = len(program.forms) - 1
         self.packers = tuple(map(_packer, program.forms))
         self.answers = _ANSWERS[program.decoder]
-        several = self.last > 0
+        self.native = program.native
         self.proofs = tuple(
-            1 << (4 * program.index + form) if several and form < program.native else 0
-            for form in range(len(program.forms))
-        )
-        """Per form: the bit that says it was answered; 0 where that tells nothing."""
+            1 << (4 * program.index + form) if form < self.last else 0 for form in range(len(program.forms))
+        )  # per form the bit that says it was answered; 0 for the last, which needs no proof
 
     def safe_form(self, proven: int) -> int:
         """A form that needs no fallback where those in ``proven`` were answered."""
-        for form, proof in enumerate(self.proofs):
-            if proof & proven:
+        for form in range(self.native):
+            if self.proofs[form] & proven:
                 return form
         return self.last
 
@@ -239,7 +241,7 @@ def decode(decoder: Decoder, reply: Reply, token: bytes | None) -> Answer | None
         if is_wrongtype(value):
             if decoder == Decoder.GONE:
                 return _YES
-            if decoder == Decoder.SAME:
+            if decoder in (Decoder.SAME, Decoder.FLAG):
                 return _NO
         return FAULT, 0, text
     if kind == BULK and decoder == Decoder.SAME:

@@ -1,0 +1,88 @@
+"""What the engine knows of one node: whether it answers, what it understands, and what it is owed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from redbolt._programs import PROGRAMS
+from redbolt._pure.resolve import Resolver
+from redbolt._pure.resp import pack_command
+from redbolt.node import Node
+
+__all__ = ["Site"]
+
+_MOST_ORPHANS = 1024
+_FIRST_BACK_OFF_NS = 10_000_000
+_LAST_BACK_OFF_NS = 500_000_000
+
+
+class Site:
+    """What the engine knows of one node."""
+
+    __slots__ = (
+        "away", "back_off_ns", "cause", "forms", "hello", "index", "next_connect_ns", "no_ping", "node",
+        "orphans", "proven", "resolver", "suspect",
+    )  # fmt: skip
+
+    def __init__(self, index: int, node: Node, on_resolved: Callable[[], None]) -> None:
+        self.index = index
+        self.node = node
+        self.hello = [pack_command(words) for words in node.handshake()]
+        self.resolver = Resolver(node, on_resolved)
+        self.no_ping = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, as in a forked child."""
+        self.suspect = False
+        self.away = False  # a connect failed since it was last there
+        self.cause = ""
+        self.next_connect_ns = 0
+        self.back_off_ns = 0
+        self.forms = [0] * len(PROGRAMS)
+        self.proven = 0
+        self.orphans: dict[tuple[bytes, bytes], int] = {}
+        """Deletes that the next connection has to bring, and the end of their use."""
+        self.resolver.after_fork()
+
+    def doubt(self, cause: str) -> None:
+        """It does not answer."""
+        if not self.suspect:
+            self.cause = cause
+            self.suspect = True
+
+    def failed(self, cause: str, now: int) -> None:
+        """A connect came to nothing: wait longer before the next."""
+        self.cause = cause
+        self.away = True
+        self.back_off_ns = min(_LAST_BACK_OFF_NS, max(_FIRST_BACK_OFF_NS, 2 * self.back_off_ns))
+        self.next_connect_ns = now + int(self.back_off_ns * random.uniform(0.5, 1.0))
+        self.resolver.refresh()
+
+    def answered(self) -> None:
+        """A connection is ready."""
+        self.suspect = False
+        self.back_off_ns = self.next_connect_ns = 0
+        if self.away:  # it may be another server by now
+            self.away = False
+            self.forms = [0] * len(PROGRAMS)
+            self.proven = 0
+
+    def add_orphan(self, key: bytes, token: bytes, expires_ns: int) -> None:
+        """Owe the node a delete."""
+        orphans = self.orphans
+        orphans[key, token] = max(expires_ns, orphans.get((key, token), 0))
+        while len(orphans) > _MOST_ORPHANS:
+            orphans.pop(next(iter(orphans)), None)
+
+    def expire_orphans(self, now: int) -> None:
+        """Forget deletes whose keys have ended by themselves."""
+        for name, expires_ns in list(self.orphans.items()):
+            if expires_ns <= now:
+                self.orphans.pop(name, None)
+
+    def scrubbed(self, text: str) -> str:
+        """A server's text without our password, which some servers repeat."""
+        password = self.node.password
+        return text.replace(password, "***") if password else text
