@@ -13,7 +13,8 @@ import redbolt
 from redbolt import _clock
 from redbolt._engine import Engine, choose, engine_for
 from redbolt.local import LocalNode, LocalNodes, find_server, server_version
-from tests.kit.clients import eventually, fd_count, raw, thread_count
+from tests.kit.clients import Client, eventually, fd_count, thread_count
+from tests.kit.resp import OK
 
 KINDS = ("native", "pure")
 SERVERS = {"valkey": None, "redis": "redis-server"}
@@ -69,8 +70,9 @@ def _clean(nodes: LocalNodes) -> LocalNodes:
             node.resume()
         else:
             node.start(empty=True)
-        raw(node, "FLUSHALL")
-        raw(node, "SCRIPT", "FLUSH")
+        with Client(node) as client:
+            assert client.ask("FLUSHALL") == OK
+            assert client.ask("SCRIPT", "FLUSH") == OK
     return nodes
 
 

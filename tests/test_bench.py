@@ -229,11 +229,12 @@ def test_one_tiny_run_has_every_figure(tmp_path: Path) -> None:
         "8 threads on 8 keys, one node": {*times, "rate", "floor"},
         "import": {"p50_ms", "best_ms"},
     }
-    assert [scenario["title"] for scenario in result["scenarios"]] == [*fields]
-    for scenario in result["scenarios"]:
+    titles = [scenario["title"].partition(" (")[0] for scenario in result["scenarios"]]
+    assert titles == [*fields]
+    for title, scenario in zip(titles, result["scenarios"], strict=True):
         assert f"| {scenario['title']} " in run.stdout
         names = [row["row"] for row in scenario["rows"]]
-        if scenario["title"] == "import":
+        if title == "import":
             assert names == ["import redis", "import redbolt"]
             assert scenario["rows"][1]["ratio"]["median"] > 0
         else:
@@ -245,15 +246,15 @@ def test_one_tiny_run_has_every_figure(tmp_path: Path) -> None:
             if "missing" in row:
                 assert row["missing"] in run.stdout
                 continue
-            assert set(row) >= {"targets", *fields[scenario["title"]]}
-            assert all(row[key] > 0 for key in fields[scenario["title"]] - {"floor", "ratio"})
+            assert set(row) >= {"targets", *fields[title]}
+            assert all(row[key] > 0 for key in fields[title] - {"floor", "ratio"})
             for key in {"floor", "ratio"} & set(row):
                 assert set(row[key]) == {"median", "low", "high", "per_pass"}
             for target in row["targets"]:
                 assert set(target) == {"target", "measured", "met"}
                 assert target["target"] in run.stdout
-    for line in ("bench: one node", "bench: import"):
-        assert line in run.stderr.splitlines()
+    for title in ("one node", "import"):
+        assert any(line.startswith(f"bench: {title}") for line in run.stderr.splitlines())
 
 
 def test_bad_options_are_refused() -> None:

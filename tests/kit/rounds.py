@@ -1,12 +1,13 @@
-"""Rounds of an engine in one line each, and answers by command name, for tests of what an engine does with its nodes."""
+"""Rounds of an engine in one line each, and answers by command name."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+import redbolt
 from redbolt._engine import Engine, Votes
 from redbolt._judge import drift_ns
 from redbolt._programs import Program
@@ -32,7 +33,7 @@ def attempt(
     quorum: int | None = None,
     limit: float = LIMIT,
 ) -> Votes:
-    """One try of a lock, with times in seconds (``limit`` x SLACK) and a majority by default; returns its votes."""
+    """One try of a lock, with times in seconds (``limit`` x SLACK), and by default a majority."""
     votes = engine.votes()
     lease_ms = round(lease * 1000)
     needed = len(engine.nodes) // 2 + 1 if quorum is None else quorum
@@ -76,6 +77,13 @@ def by_name(**replies: Reply) -> Answer:
         return reply(argv) if callable(reply) else reply
 
     return answer
+
+
+def anew(cases: Iterable[T]) -> Iterator[T]:
+    """The cases, each with new engines: a node may get the port that the one before it had."""
+    for case in cases:
+        redbolt.close()
+        yield case
 
 
 class InBackground(threading.Thread, Generic[T]):

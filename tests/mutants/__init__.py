@@ -1,1 +1,1 @@
-"""The library broken on purpose, one rule at a time: a test suite that stays green on these would prove nothing."""
+"""The library broken on purpose, one rule at a time: a suite that stays green proves nothing."""

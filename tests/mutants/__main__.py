@@ -1,4 +1,4 @@
-"""``python -m tests.mutants``: apply each mutant to a copy of the repository and show that the suite goes red."""
+"""``python -m tests.mutants``: apply each mutant to a copy of the repository; the suite has to go red."""
 
 from __future__ import annotations
 

@@ -86,8 +86,8 @@ MUTANTS = (
         pure=(
             Change(
                 PURE,
-                "            if conn is None or vote == NO:\n                continue\n            if delete is None:",
-                "            if conn is not None or vote == NO:\n                continue\n            if delete is None:",
+                "enumerate(task.written):\n            answer = task.answers[index]\n            vote = OPEN",
+                "enumerate(task.written[:0]):\n            answer = task.answers[index]\n            vote = OPEN",
             ),
         ),
         tests=(ORDER, FAULTS),
