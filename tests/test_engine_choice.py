@@ -119,7 +119,5 @@ def test_one_engine_per_kind_and_nodes(kind: str) -> None:
     assert engine_for(nodes[::-1], kind) is not engine
     assert engine_for(nodes[:1], kind) is not engine
     assert engine_for((Node(port=1, db=1), Node(port=2)), kind) is not engine
-    other = {"native": "pure", "pure": "native"}[kind]
-    assert engine_for(nodes, other) is not engine
     redbolt.close()
     assert engine_for(nodes, kind) is not engine

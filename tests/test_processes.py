@@ -94,7 +94,8 @@ DESCRIPTORS = """
 import os
 for fd in os.listdir("/proc/self/fd"):
     try:
-        print(os.readlink(f"/proc/self/fd/{fd}"))
+        if int(fd) > 2:
+            print(os.readlink(f"/proc/self/fd/{fd}"))
     except FileNotFoundError:
         pass  # that of the listing itself
 """

@@ -19,7 +19,7 @@ DRIFT = 10 * 0.01 + 0.002
 PLACES = {"lock": (1, 1), "all five": (5, 5)}
 
 
-@pytest.fixture(params=FAULTS)
+@pytest.fixture(params=["paused", "killed", "emptied", "lost", "partitioned", "refused"])
 def fault(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -87,7 +87,7 @@ MUTANTS = (
             Change(
                 PURE,
                 "enumerate(task.written):\n            answer = task.answers[index]\n            vote = OPEN",
-                "enumerate(task.written[:0]):\n            answer = task.answers[index]\n            vote = OPEN",
+                "enumerate(task.written[:0]):\n            answer = None\n            vote = OPEN",
             ),
         ),
         tests=(ORDER, FAULTS),

@@ -158,7 +158,8 @@ def in_the_middle_of_rounds(urls: list[str], kind: str, times: int) -> None:
         cycles = 0
         try:
             while not stop.is_set():
-                with place(urls[: 1 + 4 * (number % 2)], kind, f"busy {number}") as lock:
+                some = urls if number % 2 else urls[:1]
+                with place(some, kind, f"busy {number}", node_timeout=2) as lock:
                     lock.extend(1)
                 cycles += 1
         except BaseException as error:
@@ -172,7 +173,7 @@ def in_the_middle_of_rounds(urls: list[str], kind: str, times: int) -> None:
 
     def child() -> bool:
         for some in (urls, urls[:1]):
-            with place(some, kind, f"child {os.getpid()}") as lock:
+            with place(some, kind, f"child {os.getpid()}", node_timeout=2) as lock:
                 assert lock.owned()
         redbolt.close()
         return True

@@ -149,9 +149,10 @@ def interrupt_acquires(
 
     def settled() -> bool:
         now = fd_count(), thread_count()
-        return now[0] <= baseline[0] and now[1] <= baseline[1]
+        assert now[0] <= baseline[0] and now[1] <= baseline[1], f"{baseline} -> {now}"
+        return True
 
-    eventually(settled, 5, f"descriptors and threads are back at {baseline}")
+    eventually(settled, 5, "descriptors and threads are back at the baseline")
     bell.close()
     releaser.close()
     servers.close()

@@ -86,8 +86,8 @@ class Connection:
 
     __slots__ = (
         "_addresses", "_look_up", "again_ns", "backlog", "box", "busy", "carried", "cause", "channel",
-        "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns", "out", "polled", "proven", "reader", "sane", "site",
-        "slots", "sock", "state", "until_ns",
+        "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns", "out", "polled", "proven", "reader",
+        "sane", "site", "slots", "sock", "state", "until_ns",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, site: Site, now: int, limit_ns: int) -> None:
