@@ -820,6 +820,62 @@ def test_without_thread_local_a_thread_may_wait_for_another(
     place.key_is(None)
 
 
+@pytest.mark.parametrize("verb", ["acquire", "with"])
+def test_without_thread_local_a_failed_acquire_takes_nothing_from_another_thread(
+    kind: str, valkey: LocalNode, background: ThreadPoolExecutor, verb: str
+) -> None:
+    place = Place([valkey], kind)
+    lock = place.lock(thread_local=False, sleep=60, node_timeout=0.05)
+    lock.acquire()
+    raw(valkey, "CONFIG", "RESETSTAT")
+
+    def wait() -> None:
+        if verb == "acquire":
+            assert lock.acquire(blocking_timeout=0.2) is False
+        else:
+            lock.blocking_timeout = 0.2
+            with lock:
+                pytest.fail("this block must not run")
+
+    waiting = background.submit(wait)
+    eventually(lambda: place.refusals(), what="it was refused once")
+    lock.release()
+    lock.acquire(blocking=False)  # now its lease is another than when the other thread began to wait
+    token = place.token(lock)
+    if verb == "acquire":
+        waiting.result(2 * SLACK)
+    else:
+        with pytest.raises(LockTimeout):
+            waiting.result(2 * SLACK)
+    assert lock.owned()
+    place.key_is(token)
+    lock.release()
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_without_thread_local_an_error_in_acquire_takes_nothing_from_another_thread(
+    kind: str, valkey: LocalNode, background: ThreadPoolExecutor, again: bool
+) -> None:
+    place = Place([valkey], kind)
+    lock = place.lock(thread_local=False, sleep=0.4 * SLACK, node_timeout=0.05)
+    lock.acquire()
+    raw(valkey, "CONFIG", "RESETSTAT")
+    waiting = background.submit(lock.acquire, blocking_timeout=0.6 * SLACK)
+    eventually(lambda: place.refusals(), what="it was refused once")
+    lock.release()
+    if again:
+        lock.acquire(blocking=False)
+    with paused(valkey):  # so its next tries fail
+        with pytest.raises(NodesUnavailable):
+            waiting.result(2 * SLACK)
+    assert lock.held is again
+    if again:
+        repeated(lock.locked)
+        assert lock.owned()
+        lock.release()
+    place.key_is(None)
+
+
 # ---- many nodes ----
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import pytest
 
-from redbolt._engine import Votes
+from redbolt._engine import Engine, Votes
 from redbolt._judge import FAULT, NO, YES
 from redbolt._programs import DROP, EXISTS, EXTEND, OWNED, TAKE, TYPE, Program
 from tests.kit.clients import SLACK, eventually
@@ -195,10 +196,15 @@ def test_replies_that_come_together_go_to_their_own_commands(engine_of, case: Ca
 
 @pytest.mark.parametrize("case", MISFITS, ids=str)
 def test_a_reply_of_the_wrong_kind_is_a_fault_and_ends_the_connection(engine_of, case: Case) -> None:
-    for cut in anew(cuts(case.reply)):
-        script = [expect(name_of(case.program)), split(case.reply, *cut, pause=PAUSE), ignore_rest()]
-        with ScriptedNode(script, answer=by_name()) as node:  # a script only ends when the client has gone
-            check(case, run(engine_of(node.url), case.program), cut)
+    engines: list[Engine] = []
+    with ExitStack() as stack:
+        for cut in cuts(case.reply):
+            script = [expect(name_of(case.program)), split(case.reply, *cut, pause=PAUSE), ignore_rest()]
+            # A script only ends when the client has gone. All nodes stay, so that each has its own port.
+            node = stack.enter_context(ScriptedNode(script, answer=by_name()))
+            engines.append(engine_of(node.url))
+            check(case, run(engines[-1], case.program), cut)
+        eventually(lambda: not any(engine.pending(TOKEN) for engine in engines), what="it is undone")
 
 
 def test_a_try_with_an_answer_of_the_wrong_kind_is_undone(engine_of) -> None:
@@ -206,6 +212,7 @@ def test_a_try_with_an_answer_of_the_wrong_kind_is_undone(engine_of) -> None:
         assert said(attempt(engine_of(node.url))) == [FAULT]
         undo = eventually(lambda: node.received("EVAL"))
         assert undo[0].argv[2:] == (b"1", KEY, TOKEN)
+        assert undo[0].connection == 1
 
 
 AWKWARD = {

@@ -209,15 +209,15 @@ def test_eight_threads_on_eight_keys(kind: str, urls: list[str]) -> None:
     gone(urls)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_eight_threads_on_one_key(kind: str, urls: list[str], shared: bool) -> None:
-    """A counter that nothing else guards loses no update; with an object per thread, or with one for all."""
+@pytest.mark.parametrize("objects", ["one each", "one for all", "one for all, with one lease"])
+def test_eight_threads_on_one_key(kind: str, urls: list[str], objects: str) -> None:
+    """A counter that nothing else guards loses no update."""
     number = 0
-    one = place(urls, kind, sleep=0.001)
+    shared = place(urls, kind, timeout=3, sleep=0.001, thread_local="one lease" not in objects)
 
     def work(_: int) -> None:
         nonlocal number
-        lock = one if shared else place(urls, kind, sleep=0.001)
+        lock = place(urls, kind, timeout=3, sleep=0.001) if objects == "one each" else shared
         for _ in range(15):
             with lock:
                 before = number

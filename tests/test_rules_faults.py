@@ -132,6 +132,9 @@ WAITING = ("lock", "two of five", "all five")
 
 
 @pytest.mark.parametrize("field", WAITING, indirect=True)
+@pytest.mark.parametrize(
+    "fault", ["paused", "killed", "cut", "partitioned", "refused", "garbage"], indirect=True
+)
 def test_a_waiting_acquire_uses_its_time_and_no_more(field: Field) -> None:
     """It goes on trying, so a reset connection costs it one try."""
     lock = field.lock(NAME, blocking=True, blocking_timeout=WAIT, sleep=0.01)

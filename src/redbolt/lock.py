@@ -212,34 +212,38 @@ class Lock:
             seconds(blocking_timeout, "blocking_timeout", zero=True)
         own, started_ns = (None, 0) if token is None else (token_bytes(token), now_ns())
         votes: Votes | None = None
+        mine: Lease | None = None
         try:
             if own is None or not engine.pending(own):
                 votes = engine.votes()
                 if engine.attempt(
                     votes, self._key, own, self._lease_ms, self._quorum, self._drift_ns, self._limit_ns
                 ):
-                    hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
+                    mine = hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
                     return True
                 started_ns = started_ns or votes.started_ns
             if not blocking:
                 if votes is not None and votes.verdict == REFUSED:
                     return False
                 raise unavailable(engine, votes, self._target, "cannot acquire")
+
+            def granted(votes: Votes) -> None:
+                nonlocal mine
+                mine = hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
+
             deadline_ns = None if blocking_timeout is None else started_ns + int(blocking_timeout * 1e9)
             retry = self.retry if sleep is None else Retry(self.retry.count, sleep)
-            steps = acquire(engine, self._target, votes, own, retry, started_ns, deadline_ns, self._granted)
+            steps = acquire(engine, self._target, votes, own, retry, started_ns, deadline_ns, granted)
             return run(steps, engine)
         except BaseException:
             # An interrupt may come at any moment, also between the grant and the return.
             if votes is not None and votes.verdict == GRANTED:
-                engine.discard(self._key, votes.token)
-            if hold.lease is not before:
-                engine.discard(self._key, hold.lease.token)
-                hold.lease = None
+                engine.discard(self._key, votes.token, votes.touched)
+            if mine is not None:
+                engine.discard(self._key, mine.token, mine.touched)
+                if hold.lease is mine:
+                    hold.lease = None
             raise
-
-    def _granted(self, votes: Votes) -> None:
-        self._hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
 
     def _current(self, what: str) -> Lease:
         lease: Lease | None = self._hold.lease
@@ -260,16 +264,21 @@ class Lock:
             ReleaseUnconfirmed: no quorum of nodes confirmed it in time. Calling again is safe; the key ends
                 with its lease anyway.
         """
-        engine = self._engine
+        engine, hold = self._engine, self._hold
         lease = self._current("release")
         first = not lease.release_unknown
         lease.release_unknown = True  # until we know better
         votes = engine.votes()
-        engine.round(votes, DROP, self._key, (lease.token,), self._quorum, self._limit_ns, lease.touched)
-        if votes.verdict != GRANTED:
-            votes = run(release(engine, self._target, lease, votes, votes.started_ns), engine)
-            first = False
-        self._hold.lease = None
+        try:
+            hold.lease = None  # first: the next holder may be another thread with this object
+            engine.round(votes, DROP, self._key, (lease.token,), self._quorum, self._limit_ns, lease.touched)
+            if votes.verdict != GRANTED:
+                votes = run(release(engine, self._target, lease, votes, votes.started_ns), engine)
+                first = False
+        except BaseException:
+            if hold.lease is None:
+                hold.lease = lease  # it can be tried again
+            raise
         if votes.hits:
             lease.end()
         else:
@@ -372,8 +381,9 @@ class Lock:
             raise LockTimeout(f"lock {self._key!r} was not acquired in the time given: {why}", self._key)
         except BaseException:
             lease = self._hold.lease
-            if lease is not before:  # acquired, but interrupted before the block began
-                self._engine.discard(self._key, lease.token)
+            if lease is not None and lease is not before and lease.owner == _process.owner():
+                # Acquired by this call, and interrupted before the block began.
+                self._engine.discard(self._key, lease.token, lease.touched)
                 self._hold.lease = None
             raise
 

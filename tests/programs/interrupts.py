@@ -16,6 +16,7 @@ from typing import Any
 
 import redis
 
+import redbolt
 from redbolt import Lock, LockError, LockNotOwned
 from tests.kit.clients import SLACK, eventually, fd_count, thread_count
 from tests.programs import main
@@ -31,7 +32,7 @@ class Bell:
         self._orders: SimpleQueue[tuple[float, Callable[[], object]] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def ring(self, at: float, what: Callable[[], object]) -> None:
@@ -106,6 +107,9 @@ def interrupt_acquires(
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     servers, bell, releaser = Servers(urls), Bell(), Bell()
     assert servers.tokens() == set()
+    with place(urls, kind, "warm-up"):
+        pass
+    redbolt.close()  # starts the agent, which sees to the end of its connections
     shot = shots(bell)
     inside, latencies = 0, []
     wrong: list[str] = []

@@ -58,10 +58,10 @@ class Care:
             held == token for _, held, _ in list(self.discarded)
         )
 
-    def expect_surplus(self, now: int) -> None:
-        """More than one channel is idle: look at them when they have been so for long."""
-        if now + _SURPLUS_NS < self.due_ns:
-            AGENT.due(self, now + _SURPLUS_NS)
+    def expect_surplus(self, used_ns: int) -> None:
+        """More than one channel is idle, one since ``used_ns``: look at it when that has been for long."""
+        if used_ns + _SURPLUS_NS < self.due_ns:
+            AGENT.due(self, used_ns + _SURPLUS_NS)
 
     def look_after(self) -> None:
         """Do all that can be done now, and say when there will be more to do."""
@@ -101,9 +101,10 @@ class Care:
                 self._put_in_order(channel, now)  # it was just about to be taken
             elif channel.owner is task:
                 self._put_in_order(channel, now)
-                if channel not in pool.idle:
-                    pool.idle.append(channel)
-                channel.used_ns = now
+                if channel in pool.idle:
+                    pool.idle.remove(channel)
+                pool.idle.insert(0, channel)
+                channel.used_ns = now - _SURPLUS_NS  # if there is another one by now, this one goes
                 channel.unfinished = True
                 channel.owner = None
         if not task.plan.undone:

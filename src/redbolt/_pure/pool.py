@@ -139,8 +139,11 @@ class Pool:
         """End the use of a channel. What is open on it will be looked after."""
         unfinished = channel.unfinished = channel.is_unfinished()
         channel.used_ns = self.used_ns = now
+        least_used_ns = 0
         with self.lock:
             if channel in self.channels:  # not in a child that was forked meanwhile
+                if self.idle:
+                    least_used_ns = self.idle[0].used_ns
                 self.idle.append(channel)
                 channel.owner = None
         if self.closed_ns:
@@ -148,8 +151,8 @@ class Pool:
         elif unfinished:
             if now + limit_ns < self.care.due_ns:
                 AGENT.due(self.care, now + limit_ns)
-        elif len(self.idle) > 1:
-            self.care.expect_surplus(now)
+        elif least_used_ns:
+            self.care.expect_surplus(least_used_ns)
 
     def open(self, channel: Channel, site: Site, now: int, limit_ns: int) -> Connection:
         """Begin to connect a channel to a node."""
