@@ -156,6 +156,8 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
         node.next_connect_ns = now
     else:
         node_failed(node, cause, now)
+        if state != READY:
+            node.away = 1
     pthread_mutex_unlock(&node.mutex)
     if state != READY:
         node_resolve(node)

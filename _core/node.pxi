@@ -141,7 +141,6 @@ cdef void node_failed(NodeState* node, const char* cause, int64_t now) noexcept 
     """A connect came to nothing: note why, and wait longer before the next. The node's mutex is held."""
     cdef int64_t bound
     copy_cause(node.cause, cause, strlen(cause))
-    node.away = 1
     node.back_off_ns = min(LAST_BACK_OFF_NS, max(FIRST_BACK_OFF_NS, 2 * node.back_off_ns))
     bound = node.back_off_ns // 2
     node.next_connect_ns = now + bound + <int64_t>(rb_random() % <uint32_t>(bound + 1))

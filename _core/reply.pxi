@@ -88,13 +88,16 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
     vote = decode(reply, prog[slot.program].decoder, token, &hit)
     if vote == FALL_BACK:
         if slot.form + 1 < prog[slot.program].forms:
-            if node.form[slot.program] <= slot.form:
+            # A script that was forgotten is known again after its EVAL.
+            if node.form[slot.program] <= slot.form and not starts_with(text, strlen(text), b"NOSCRIPT"):
                 node.form[slot.program] = slot.form + 1
             if mine:
                 packed_free(slot.spare)
                 round_send(r, conn, slot.form + 1)
             elif slot.spare != NULL:
-                conn_put_spare(conn, slot.spare, slot.due_ns)
+                # Late. A delete can always be repeated, another write only if none for its token came after it.
+                if prog[slot.program].deletes or not conn_has_tag(conn, slot.tag):
+                    conn_put_spare(conn, slot.spare, slot.due_ns)
                 packed_free(slot.spare)
             return
         vote = FAULT

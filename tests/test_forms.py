@@ -99,16 +99,34 @@ def test_the_form_that_worked_is_remembered(engine_of, known: str) -> None:
     tried = forms[: forms.index(known) + 1]
 
     def answer(argv: Argv) -> bytes:
-        name = argv[0].decode()
-        if name == known:
-            return b":1\r\n"
-        return error("NOSCRIPT No matching script.") if name == "EVALSHA" else unknown_command(argv)
+        return b":1\r\n" if argv[0].decode() == known else unknown_command(argv)
 
     with ScriptedNode(answer=answer) as node:
         engine = engine_of(node.url)
         for _ in range(3):
             assert said(ask(engine, DROP, TOKEN)) == [YES]
         assert names(node) == [*tried, known, known]
+
+
+def test_a_forgotten_script_is_asked_for_by_its_digest_again(engine_of) -> None:
+    scripts: set[bytes] = set()
+
+    def answer(argv: Argv) -> bytes:
+        if argv[0] == b"EVAL":
+            scripts.add(argv[1])
+        if argv[0] == b"EVAL" or (argv[0] == b"EVALSHA" and scripts):
+            return b":1\r\n"
+        return error("NOSCRIPT No matching script.") if argv[0] == b"EVALSHA" else unknown_command(argv)
+
+    with ScriptedNode(answer=answer) as node:
+        engine = engine_of(node.url)
+        for _ in range(2):
+            assert said(ask(engine, DROP, TOKEN)) == [YES]
+        scripts.clear()
+        for _ in range(2):
+            assert said(ask(engine, DROP, TOKEN)) == [YES]
+        first = ["DELIFEQ", "DELEX", "EVALSHA", "EVAL", "EVALSHA"]
+        assert names(node) == [*first, "EVALSHA", "EVAL", "EVALSHA"]
 
 
 def test_each_node_has_a_form_of_its_own(engine_of) -> None:

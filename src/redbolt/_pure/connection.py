@@ -361,8 +361,10 @@ class Connection:
             return None
         plan = task.plan
         if kind == ERROR and form < plan.last and falls_back(value):  # type: ignore[arg-type]
-            forms = self.site.forms
-            forms[plan.index] = max(forms[plan.index], form + 1)
+            assert isinstance(value, bytes)
+            if not value.startswith(b"NOSCRIPT"):  # a script that was forgotten is known again after its EVAL
+                forms = self.site.forms
+                forms[plan.index] = max(forms[plan.index], form + 1)
             with self.lock:
                 if task is current:
                     self.put(task, form + 1, plan.packers[form + 1](task.words))
