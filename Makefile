@@ -61,7 +61,7 @@ sanitize: setup
 	@status=0; \
 	PYTHONPATH="$(CURDIR)/$(SANITIZED)/lib" PYTHONMALLOC=malloc REDBOLT_SLACK=10 \
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so)" \
-	ASAN_OPTIONS="detect_leaks=0:halt_on_error=1:log_path='$(CURDIR)/$(SANITIZED)/reports/asan'" \
+	ASAN_OPTIONS="detect_leaks=0:quarantine_size_mb=1:thread_local_quarantine_size_kb=64:halt_on_error=1:log_path='$(CURDIR)/$(SANITIZED)/reports/asan'" \
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	$(BIN)/python -m pytest --capture=sys -o timeout=600 $(ARGS) || status=$$?; \
 	for report in $(SANITIZED)/reports/*; do \

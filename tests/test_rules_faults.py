@@ -128,6 +128,7 @@ def release_again(lock) -> bool:
 
 
 WAIT = 0.1
+BREAKING = ("paused", "killed", "cut", "partitioned", "refused", "garbage")
 WAITING = ("lock", "two of five", "all five")
 
 
