@@ -52,6 +52,7 @@ format: setup
 # A second copy of the package, compiled with AddressSanitizer and UndefinedBehaviorSanitizer, takes the place
 # of the first by PYTHONPATH. A report ends the process that it is about. What ASan reports goes to files, so that a
 # child's report is seen too: any file is a failure. UBSan only writes to standard error, hence --capture=sys.
+# The quarantine is small, since some tests measure memory.
 sanitize: setup
 	rm -rf $(SANITIZED)/reports
 	mkdir -p $(SANITIZED)/reports $(SANITIZED)/lib

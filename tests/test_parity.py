@@ -102,8 +102,8 @@ WRONG: dict[Program, tuple[bytes, ...]] = {
     TAKE: (
         b":1\r\n", b":0\r\n", b":10000\r\n", b"$2\r\nOK\r\n", b"+QUEUED\r\n", b"+ok\r\n", b"+OK \r\n",
         b"+\r\n",
-        b"*0\r\n", b"*1\r\n+OK\r\n", b"*2\r\n*1\r\n+OK\r\n:1\r\n", b"%1\r\n+OK\r\n+OK\r\n", b"~1\r\n+OK\r\n",
-        b"#t\r\n", b",1.5\r\n", b"(12345678901234567890\r\n", b"=6\r\ntxt:OK\r\n",
+        b"*0\r\n", b"*1\r\n+OK\r\n", b"%1\r\n+OK\r\n+OK\r\n", b"~1\r\n+OK\r\n",
+        b"#t\r\n", b",1.5\r\n", b"(9223372036854775808\r\n", b"=6\r\ntxt:OK\r\n",
     ),
     DROP: (b":2\r\n", b":-1\r\n", b":-2\r\n", b":9999\r\n", OK, NIL, b"$1\r\n1\r\n", b"#t\r\n"),
     EXTEND: (b":9999\r\n", b":-1\r\n", b"+1\r\n", b"$2\r\nOK\r\n", b"#t\r\n"),

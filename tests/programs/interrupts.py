@@ -153,7 +153,8 @@ def interrupt_acquires(
 
     def settled() -> bool:
         now = fd_count(), thread_count()
-        assert now[0] <= baseline[0] and now[1] <= baseline[1], f"{baseline} -> {now}"
+        grown = now[0] > baseline[0] or now[1] > baseline[1]
+        assert not grown, f"{baseline} -> {now}"
         return True
 
     eventually(settled, 5, "descriptors and threads are back at the baseline")
