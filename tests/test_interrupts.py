@@ -5,18 +5,29 @@ The signals hit a program of its own, so that they do not hit the tests.
 
 from __future__ import annotations
 
+import dis
+import functools
 import json
+import os
+import random
 import signal
+import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 
+import redbolt
+from redbolt import LockNotOwned
 from redbolt.local import LocalNodes
 from tests.kit.clients import SLACK, eventually, raw
 from tests.kit.proxy import FaultProxy
 from tests.programs import finish, program
+from tests.programs.places import place
 
 
 def outcome(scenario: str, **arguments: Any) -> dict[str, Any]:
@@ -108,3 +119,151 @@ def test_a_handler_that_takes_a_lock_itself(kind: str, valkeys: LocalNodes, coun
     assert result["problems"] == []
     assert result["count"] > 20
     assert result["cycles"] > 20
+
+
+# ---- at each place, one by one ----
+
+PACKAGE = os.path.dirname(redbolt.__file__)
+
+
+@functools.cache
+def places(code: CodeType) -> frozenset[int]:
+    """Where the interpreter looks for signals: after a call, at the start of a function, at a loop's end."""
+    found, before = set(), ""
+    for instruction in dis.get_instructions(code):
+        # It looks before a call is over; what follows in the same `try` is as good as that, a return is not.
+        if before.startswith(("CALL", "RESUME", "JUMP_BACKWARD")) and "RETURN" not in instruction.opname:
+            found.add(instruction.offset)
+        before = instruction.opname
+    return frozenset(found)
+
+
+Place = tuple[CodeType, int, int]
+"""A function, a place in it, and how many times it was there before."""
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one of these places in the library's code, and notes all it comes by."""
+
+    def __init__(self, at: Place | None = None) -> None:
+        self._at = at
+        self.seen: list[Place] = []
+        self._times: Counter[tuple[CodeType, int]] = Counter()
+
+    def __enter__(self) -> Interrupt:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _enter(self, frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes = True
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, argument: object) -> Any:
+        code, offset = frame.f_code, frame.f_lasti
+        if event == "opcode" and offset in places(code):
+            place = code, offset, self._times[code, offset]
+            self._times[code, offset] += 1
+            self.seen.append(place)
+            if place == self._at:
+                raise KeyboardInterrupt
+        return self._step
+
+
+def interrupted(at: Place, verb: Callable[[], object]) -> bool:
+    """Interrupt this call at this place; False if it did not come there."""
+    try:
+        with Interrupt(at):
+            verb()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def some(verb: Callable[[], object], most: int = 150) -> list[Place]:
+    """All places of this call, but of those inside the pure engine not more than ``most``."""
+    with Interrupt() as nowhere:
+        verb()
+    inside = [place for place in nowhere.seen if "_pure" in place[0].co_filename]
+    outside = [place for place in nowhere.seen if "_pure" not in place[0].co_filename]
+    assert len(outside) > 5
+    return outside + random.sample(inside, min(most, len(inside)))
+
+
+@pytest.mark.parametrize("verb", ["acquire", "with"])
+@pytest.mark.parametrize("count", [1, 5])
+def test_an_interrupt_at_each_place_of_acquire(kind: str, valkeys: LocalNodes, count: int, verb: str) -> None:
+    urls = [node.url for node in valkeys][:count]
+
+    def take(lock: redbolt.Lock) -> object:
+        return lock.acquire() if verb == "acquire" else lock.__enter__()
+
+    warm_up = place(urls, kind)
+    chosen = some(lambda: take(warm_up))
+    warm_up.release()
+    for number, at in enumerate(chosen):
+        lock = place(urls, kind, f"name {number}")
+        if interrupted(at, lambda lock=lock: take(lock)):  # type: ignore[misc]
+            assert lock.lease is None, at
+        else:
+            lock.release()
+    eventually(lambda: [raw(url, "KEYS", "*") for url in urls] == [[]] * count, 0.3, "no token is left")
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_an_interrupt_at_each_place_of_a_waiting_acquire(kind: str, valkeys: LocalNodes, count: int) -> None:
+    urls = [node.url for node in valkeys][:count]
+
+    def waiting(name: str) -> redbolt.Lock:
+        for url in urls:
+            raw(url, "SET", name, "somebody else's", "PX", 3)
+        return place(urls, kind, name, sleep=0.002)
+
+    first = waiting("first")
+    chosen = some(first.acquire, 100)
+    first.release()
+    for number, at in enumerate(chosen):
+        lock = waiting(f"name {number}")
+        if interrupted(at, lock.acquire):
+            assert lock.lease is None, at
+        else:
+            lock.release()
+    eventually(lambda: [raw(url, "KEYS", "*") for url in urls] == [[]] * count, 0.3, "no token is left")
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_an_interrupt_at_each_place_of_release(kind: str, valkeys: LocalNodes, count: int) -> None:
+    urls = [node.url for node in valkeys][:count]
+    warm_up = place(urls, kind)
+    warm_up.acquire()
+    for number, at in enumerate(some(warm_up.release)):
+        lock = place(urls, kind, f"name {number}")
+        lock.acquire()
+        if interrupted(at, lock.release):
+            assert not lock.held or lock.owned(), at
+            try:
+                lock.release()  # it can be repeated
+            except LockNotOwned:
+                assert lock.lease is None
+        assert not lock.held
+    eventually(lambda: [raw(url, "KEYS", "*") for url in urls] == [[]] * count, 0.3, "no token is left")
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_an_interrupt_at_each_place_of_extend(kind: str, valkeys: LocalNodes, count: int) -> None:
+    """It may have been lengthened or not; the lock never claims more than the servers have."""
+    urls = [node.url for node in valkeys][:count]
+    lock = place(urls, kind, timeout=10)
+    lock.acquire()
+    for at in some(lambda: lock.extend(10, replace_ttl=True)):
+        interrupted(at, lambda: lock.extend(random.choice((10, 20)), replace_ttl=True))
+        assert lock.held
+        assert lock.owned()
+        assert sorted(raw(url, "PTTL", "name") for url in urls)[count // 2] >= lock.left() * 1000
+    lock.release()
+    eventually(lambda: [raw(url, "KEYS", "*") for url in urls] == [[]] * count, 0.3, "no token is left")

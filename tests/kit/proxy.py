@@ -10,7 +10,6 @@ One thread does everything; a call that sets a fault returns when the fault is i
 
 from __future__ import annotations
 
-import random
 import selectors
 import socket
 import struct
@@ -24,11 +23,11 @@ from typing import Literal
 
 from .clients import HasAddress
 from .link import Flow, Link, Mark, ReplyFault
+from .ports import ports
 
 Direction = Literal["up", "down", "both"]
 """Up is from the client to the server, down is from the server to the client."""
 
-_PORTS = range(20000, 32768)  # below the ephemeral ports: a refused port is still free when it reopens
 _RETRY = 0.001  # seconds until a full socket is tried again
 _CUT_PAUSE = 0.005  # seconds from the last byte of a cut reply to the reset: the client shall read that byte
 
@@ -218,7 +217,7 @@ class FaultProxy:
                 done.set_result(None)
 
     def _listen_on_free_port(self) -> int:
-        for port in random.sample(_PORTS, 1000):
+        for port in ports:
             try:
                 self.port = port
                 self._listen()

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from .clients import SLACK
+from .ports import ports
 from .resp import ProtocolError, parse_command
 from .steps import Answer, Argv, ScriptError, Step, serve
 
@@ -145,11 +146,20 @@ class ScriptedNode:
         self._finished = 0
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._listener = self._listen()
         self.host, self.port = self._listener.getsockname()
         self.url = f"redis://{self.host}:{self.port}"
         self._acceptor = threading.Thread(target=self._accept, name=f"scripted node {self.port}", daemon=True)
         self._acceptor.start()
+
+    @staticmethod
+    def _listen() -> socket.socket:
+        for port in ports:
+            try:
+                return socket.create_server(("127.0.0.1", port), backlog=128)
+            except OSError:  # somebody else has it
+                continue
+        raise OSError("no port is left")
 
     def received(self, name: str | None = None) -> list[Received]:
         """The commands so far in the order of their arrival, all or those of one name (any case)."""

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -86,6 +87,38 @@ class Servers:
             client.close()
 
 
+class Strikes:
+    """Raises KeyboardInterrupt at a signal, and again half a second later if that came to nothing.
+
+    Python drops an exception that strikes inside the callback of a weak reference, say.
+    """
+
+    def __init__(self) -> None:
+        self._moments: list[float] = []
+        sys.unraisablehook = self._dropped
+        signal.signal(signal.SIGALRM, self._strike)
+        signal.signal(signal.SIGINT, self._strike)
+
+    def expect(self, when: float) -> None:
+        self._moments = [when]
+
+    def latency(self) -> float:
+        """How long after its moment the exception has arrived that has just been caught."""
+        now = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        return now - self._moments[-2]
+
+    def _strike(self, number: int, frame: object) -> None:
+        self._moments.append(time.monotonic() + 0.5)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        raise KeyboardInterrupt
+
+    @staticmethod
+    def _dropped(what: sys.UnraisableHookArgs) -> None:
+        if what.exc_type is not KeyboardInterrupt:
+            sys.__unraisablehook__(what)
+
+
 def shots(bell: Bell) -> Iterator[Callable[[float], object]]:
     """Ways to send this process an interrupt at a given time, one after the other."""
     main_thread = threading.get_ident()
@@ -104,8 +137,7 @@ def interrupt_acquires(
     urls: list[str], kind: str, times: int, span: float, contended: bool
 ) -> dict[str, Any]:
     """Interrupt that many acquires, each at a random moment of ``span`` seconds; tell what came of them."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    servers, bell, releaser = Servers(urls), Bell(), Bell()
+    servers, bell, releaser, strikes = Servers(urls), Bell(), Bell(), Strikes()
     assert servers.tokens() == set()
     with place(urls, kind, "warm-up"):
         pass
@@ -128,12 +160,13 @@ def interrupt_acquires(
             if contended and i % 2:
                 at = random.uniform(time.monotonic(), when + 0.001)
                 releaser.ring(at, lambda name=name: servers.free(name))  # type: ignore[misc]
+            strikes.expect(when)
             next(shot)(when)
             returned = lock.acquire()
             while True:
                 time.sleep(0.0001)
         except KeyboardInterrupt:
-            latencies.append(time.monotonic() - when)
+            latencies.append(strikes.latency())
         bell.wait()
         releaser.wait()
         inside += not returned
@@ -166,8 +199,7 @@ def interrupt_acquires(
 
 def interrupt_releases(urls: list[str], kind: str, times: int, span: float) -> dict[str, Any]:
     """Interrupt releases; each can be repeated, and then the key is gone."""
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    servers = Servers(urls)
+    servers, strikes = Servers(urls), Strikes()
     inside, latencies, wrong = 0, [], []
     for i in range(times):
         lock = place(urls, kind, f"name {i}")
@@ -175,6 +207,7 @@ def interrupt_releases(urls: list[str], kind: str, times: int, span: float) -> d
         begun = returned = False
         when = time.monotonic() + random.uniform(0, span)
         try:
+            strikes.expect(when)
             signal.setitimer(signal.ITIMER_REAL, max(1e-6, when - time.monotonic()))
             begun = True
             lock.release()
@@ -182,7 +215,7 @@ def interrupt_releases(urls: list[str], kind: str, times: int, span: float) -> d
             while True:
                 time.sleep(0.0001)
         except KeyboardInterrupt:
-            latencies.append(time.monotonic() - when)
+            latencies.append(strikes.latency())
         inside += begun and not returned
         if returned and lock.lease is not None:
             wrong.append(f"{lock.name!r}: released, but still claimed")
