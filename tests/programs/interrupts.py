@@ -147,7 +147,9 @@ def interrupt_acquires(
     wrong: list[str] = []
     kept: list[Lock] = []
     baseline = (0, 0)
-    for i in range(-20, times):
+    for i in range(-20, 5 * times):
+        if i >= times and inside > times / 10:  # the machine decides how many strike inside
+            break
         if i == 0:
             baseline = fd_count(), thread_count()
         name = f"name {i}"
@@ -201,7 +203,9 @@ def interrupt_releases(urls: list[str], kind: str, times: int, span: float) -> d
     """Interrupt releases; each can be repeated, and then the key is gone."""
     servers, strikes = Servers(urls), Strikes()
     inside, latencies, wrong = 0, [], []
-    for i in range(times):
+    for i in range(5 * times):
+        if i >= times and inside > times / 10:
+            break
         lock = place(urls, kind, f"name {i}")
         lock.acquire()
         begun = returned = False
