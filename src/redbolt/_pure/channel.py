@@ -66,8 +66,13 @@ class Channel:
         return False
 
     def is_overdue(self, now: int) -> bool:
-        """Say whether a node should have answered by now."""
-        return any(conn is not None and conn.awaits() and conn.due_ns() <= now for conn in self.conns)
+        """Say whether a node should have answered by now, or if it is suspect already, be given up by now."""
+        for conn in self.conns:
+            if conn is not None and conn.awaits():
+                due_ns = conn.replace_ns() if conn.site.suspect else conn.due_ns()
+                if due_ns <= now:
+                    return True
+        return False
 
     def writes(self, index: int, token: bytes) -> bool:
         """Say whether the round that uses the channel has still to write the token on a node."""
