@@ -83,7 +83,7 @@ class SetupError(LockError):
 
 # Leading words of server errors that no retry mends. A script engine wraps the error of the command that
 # failed inside it, and reports a denied permission as a plain ERR: so the word is looked for anywhere.
-_SETUP_WORDS = re.compile(
+_SETUP_WORDS = (
     r"(?:^|[\s:-])(?:NOAUTH|WRONGPASS|NOPERM|NOPROTO|DENIED|MOVED|ASK|CROSSSLOT)\b"
     r"|ACL failure in script|(?i:invalid (?:username-)?password|without any password configured)"
     r"|(?i:DB index is out of range|unknown command|syntax error|wrong number of arguments)"
@@ -92,4 +92,4 @@ _SETUP_WORDS = re.compile(
 
 def is_setup_fault(cause: str) -> bool:
     """Say whether a node's ``cause`` names a fault that waiting cannot mend."""
-    return _SETUP_WORDS.search(cause) is not None
+    return re.search(_SETUP_WORDS, cause) is not None  # compiled when first needed, not at import
