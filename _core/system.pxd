@@ -16,9 +16,9 @@ cdef extern from "portable.h" nogil:
         short events
         short revents
     int poll(pollfd*, unsigned long, int)
-    enum: POLLIN, POLLOUT, POLLERR, POLLHUP
+    enum: POLLIN, POLLOUT
 
-    enum: EINTR, EAGAIN, EINPROGRESS, ECONNREFUSED
+    enum: EINTR, EAGAIN, EINPROGRESS
     int errno
     char* strerror(int)
     enum: AF_UNIX, AF_UNSPEC, SOCK_STREAM, AI_NUMERICHOST, AI_NUMERICSERV, SHUT_WR, MSG_NOSIGNAL, MSG_DONTWAIT

@@ -1,17 +1,55 @@
-"""The driver of steps for threads: it performs what an algorithm asks for, and hands back what came of it."""
+"""Steps, and the driver for threads: it performs what an algorithm asks for, and hands back the outcome."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from redbolt._clock import sleep_until
-from redbolt._engine import Engine
-from redbolt._steps import Ask, Sleep, Step, Try
+from redbolt._engine import Engine, Votes
+from redbolt._programs import Program
 
-__all__ = ["run"]
+__all__ = ["Ask", "Sleep", "Step", "Target", "Try", "run"]
 
 T = TypeVar("T")
+
+
+class Target(NamedTuple):
+    """What a lock asks for: the part of a try that stays the same."""
+
+    key: bytes
+    lease_ms: int
+    quorum: int
+    drift_ns: int
+    limit_ns: int
+
+
+class Try(NamedTuple):
+    """Try once to take the lock; ``votes`` tells what came of it."""
+
+    votes: Votes
+    arguments: tuple[bytes, bytes | None, int, int, int, int]
+
+
+class Ask(NamedTuple):
+    """Run a program on all nodes; ``votes`` tells what came of it."""
+
+    votes: Votes
+    program: Program
+    key: bytes
+    args: tuple[bytes, ...]
+    quorum: int
+    limit_ns: int
+    touched: int = -1
+
+
+class Sleep(NamedTuple):
+    """Do nothing until the clock reads ``until_ns``."""
+
+    until_ns: int
+
+
+Step: TypeAlias = Try | Ask | Sleep
 
 
 def run(steps: Generator[Step, None, T], engine: Engine) -> T:

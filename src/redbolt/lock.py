@@ -13,11 +13,10 @@ from typing import Any, Self
 from redbolt import _process
 from redbolt._arguments import check_bool, key_bytes, lease_ms, milliseconds, seconds, token_bytes
 from redbolt._clock import now_ns
-from redbolt._drive import run
+from redbolt._drive import Target, run
 from redbolt._engine import Votes, engine_for
 from redbolt._judge import GRANTED, REFUSED, drift_ns, validity_end_ns
 from redbolt._programs import DROP, EXISTS, EXTEND, OWNED
-from redbolt._steps import Target
 from redbolt._steps.acquire import acquire, foreign_type, unavailable
 from redbolt._steps.release import conclude, release
 from redbolt.errors import LockError, LockLost, LockNotOwned, LockTimeout
@@ -338,7 +337,7 @@ class Lock:
             return True
         if votes.verdict == REFUSED or (votes.verdict == GRANTED and not lease.held):
             lease.end()
-            engine.discard(self._key, lease.token)
+            engine.discard(self._key, lease.token, lease.touched)
             raise LockLost(f"lock {self._key!r} is lost: its token is gone from the servers", self._key)
         raise unavailable(engine, votes, self._target, "cannot extend")
 

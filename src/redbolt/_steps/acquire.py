@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Generator
 
 from redbolt._clock import now_ns
+from redbolt._drive import Ask, Sleep, Step, Target, Try
 from redbolt._engine import Engine, Votes
 from redbolt._judge import FAULT, GRANTED, REFUSED, YES
 from redbolt._programs import TYPE
-from redbolt._steps import Ask, Sleep, Step, Target, Try
 from redbolt.errors import NodesUnavailable, SetupError, is_setup_fault
 from redbolt.retry import Retry, jitter
 
@@ -132,7 +132,7 @@ def acquire(
                 return True
         except BaseException:
             if votes.verdict == GRANTED:
-                engine.discard(target.key, votes.token)
+                engine.discard(target.key, votes.token, votes.touched)
             raise
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Generator
 
 from redbolt._clock import now_ns
+from redbolt._drive import Ask, Sleep, Step, Target
 from redbolt._engine import Engine, Votes
 from redbolt._judge import GRANTED
 from redbolt._programs import DROP
-from redbolt._steps import Ask, Sleep, Step, Target
 from redbolt._steps.acquire import causes
 from redbolt.errors import LockLost, ReleaseUnconfirmed
 from redbolt.lease import Lease
