@@ -109,7 +109,7 @@ def test_a_handler_that_raises_ends_the_wait(kind: str, valkeys: LocalNodes, cou
 def test_a_handler_that_returns_changes_nothing(kind: str, valkeys: LocalNodes, count: int) -> None:
     result = outcome("handlers_that_return", urls=[node.url for node in valkeys][:count], kind=kind)
     assert result["granted"] is False
-    assert 0.3 <= result["took"] < 0.3 + 0.15 * SLACK
+    assert 0.2 <= result["took"] < 0.2 + 0.15 * SLACK
     assert result["count"] > 50
 
 
@@ -185,65 +185,68 @@ def interrupted(at: Place, verb: Callable[[], object]) -> bool:
     return False
 
 
-def some(verb: Callable[[], object], most: int = 150) -> list[Place]:
+def some(
+    prepare: Callable[[], redbolt.Lock], verb: Callable[[redbolt.Lock], object], most: int = 150
+) -> list[Place]:
     """All places of this call, but of those inside the pure engine not more than ``most``."""
-    with Interrupt() as nowhere:
-        verb()
+    for _ in range(2):  # Python 3.12+ begins with the second call of each function
+        lock = prepare()
+        with Interrupt() as nowhere:
+            verb(lock)
+        if lock.lease is not None:
+            lock.release()
     inside = [place for place in nowhere.seen if "_pure" in place[0].co_filename]
     outside = [place for place in nowhere.seen if "_pure" not in place[0].co_filename]
     assert len(outside) > 5
     return outside + random.sample(inside, min(most, len(inside)))
 
 
-@pytest.mark.parametrize("verb", ["acquire", "with"])
-@pytest.mark.parametrize("count", [1, 5])
-def test_an_interrupt_at_each_place_of_acquire(kind: str, valkeys: LocalNodes, count: int, verb: str) -> None:
-    urls = [node.url for node in valkeys][:count]
+@pytest.fixture(params=[1, 5], ids=["Lock", "RedLock"])
+def urls(request: pytest.FixtureRequest, valkeys: LocalNodes) -> list[str]:
+    """Where the lock lives: on one server, or on five."""
+    return [node.url for node in valkeys][: request.param]
 
-    def take(lock: redbolt.Lock) -> object:
-        return lock.acquire() if verb == "acquire" else lock.__enter__()
 
-    warm_up = place(urls, kind)
-    chosen = some(lambda: take(warm_up))
-    warm_up.release()
-    for number, at in enumerate(chosen):
+def no_token_is_left(urls: list[str]) -> None:
+    eventually(lambda: [raw(url, "KEYS", "*") for url in urls] == [[]] * len(urls), 0.3, "no token is left")
+
+
+@pytest.mark.parametrize("verb", [redbolt.Lock.acquire, redbolt.Lock.__enter__])
+def test_an_interrupt_at_each_place_of_acquire(
+    kind: str, urls: list[str], verb: Callable[[redbolt.Lock], object]
+) -> None:
+    for number, at in enumerate(some(lambda: place(urls, kind, "first"), verb)):
         lock = place(urls, kind, f"name {number}")
-        if interrupted(at, lambda lock=lock: take(lock)):  # type: ignore[misc]
+        if interrupted(at, lambda lock=lock: verb(lock)):  # type: ignore[misc]
             assert lock.lease is None, at
         else:
             lock.release()
-    eventually(lambda: [raw(url, "KEYS", "*") for url in urls] == [[]] * count, 0.3, "no token is left")
+    no_token_is_left(urls)
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_an_interrupt_at_each_place_of_a_waiting_acquire(kind: str, valkeys: LocalNodes, count: int) -> None:
-    urls = [node.url for node in valkeys][:count]
-
+def test_an_interrupt_at_each_place_of_a_waiting_acquire(kind: str, urls: list[str]) -> None:
     def waiting(name: str) -> redbolt.Lock:
         for url in urls:
             raw(url, "SET", name, "somebody else's", "PX", 3)
         return place(urls, kind, name, sleep=0.002)
 
-    first = waiting("first")
-    chosen = some(first.acquire, 100)
-    first.release()
-    for number, at in enumerate(chosen):
+    for number, at in enumerate(some(lambda: waiting("first"), redbolt.Lock.acquire, 70)):
         lock = waiting(f"name {number}")
         if interrupted(at, lock.acquire):
             assert lock.lease is None, at
         else:
             lock.release()
-    eventually(lambda: [raw(url, "KEYS", "*") for url in urls] == [[]] * count, 0.3, "no token is left")
+    no_token_is_left(urls)
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_an_interrupt_at_each_place_of_release(kind: str, valkeys: LocalNodes, count: int) -> None:
-    urls = [node.url for node in valkeys][:count]
-    warm_up = place(urls, kind)
-    warm_up.acquire()
-    for number, at in enumerate(some(warm_up.release)):
-        lock = place(urls, kind, f"name {number}")
+def test_an_interrupt_at_each_place_of_release(kind: str, urls: list[str]) -> None:
+    def taken(name: str) -> redbolt.Lock:
+        lock = place(urls, kind, name)
         lock.acquire()
+        return lock
+
+    for number, at in enumerate(some(lambda: taken("first"), redbolt.Lock.release)):
+        lock = taken(f"name {number}")
         if interrupted(at, lock.release):
             assert not lock.held or lock.owned(), at
             try:
@@ -251,19 +254,23 @@ def test_an_interrupt_at_each_place_of_release(kind: str, valkeys: LocalNodes, c
             except LockNotOwned:
                 assert lock.lease is None
         assert not lock.held
-    eventually(lambda: [raw(url, "KEYS", "*") for url in urls] == [[]] * count, 0.3, "no token is left")
+    no_token_is_left(urls)
 
 
-@pytest.mark.parametrize("count", [1, 5])
-def test_an_interrupt_at_each_place_of_extend(kind: str, valkeys: LocalNodes, count: int) -> None:
+def test_an_interrupt_at_each_place_of_extend(kind: str, urls: list[str]) -> None:
     """It may have been lengthened or not; the lock never claims more than the servers have."""
-    urls = [node.url for node in valkeys][:count]
-    lock = place(urls, kind, timeout=10)
-    lock.acquire()
-    for at in some(lambda: lock.extend(10, replace_ttl=True)):
+
+    def taken(name: str) -> redbolt.Lock:
+        lock = place(urls, kind, name, timeout=10)
+        lock.acquire()
+        return lock
+
+    lock = taken("name")
+    for at in some(lambda: taken("first"), lambda lock: lock.extend(10, replace_ttl=True)):
         interrupted(at, lambda: lock.extend(random.choice((10, 20)), replace_ttl=True))
         assert lock.held
         assert lock.owned()
-        assert sorted(raw(url, "PTTL", "name") for url in urls)[count // 2] >= lock.left() * 1000
+        ttls = sorted(raw(url, "PTTL", "name") for url in urls)
+        assert ttls[len(urls) // 2] >= lock.left() * 1000
     lock.release()
-    eventually(lambda: [raw(url, "KEYS", "*") for url in urls] == [[]] * count, 0.3, "no token is left")
+    no_token_is_left(urls)

@@ -224,7 +224,7 @@ def test_the_drift_allowance_was_added_to_the_validity(kind: str, nodes: LocalNo
 
 
 # redisson/redisson 1606, joanvila/aioredlock 59
-def test_a_failed_acquire_freed_only_the_countthat_had_said_yes(
+def test_a_failed_acquire_freed_only_the_nodes_that_had_said_yes(
     kind: str, nodes: LocalNodes, proxy: FaultProxy
 ) -> None:
     lock = RedLock([proxy.url, nodes[1].url, nodes[2].url], "name", 10, engine=kind)

@@ -18,11 +18,12 @@ import redbolt
 import redbolt._steps.acquire
 import redbolt.retry
 from redbolt import Lock, LockTimeout, NodesUnavailable, RedLock, Retry
+from redbolt._drive import Sleep, Target, Try
 from redbolt._judge import GRANTED, REFUSED
-from redbolt._steps import Sleep, Target, Try
 from redbolt._steps.acquire import acquire
-from redbolt.local import LocalNode, LocalNodes
+from redbolt.local import LocalNodes
 from tests.kit.clients import SLACK, eventually
+from tests.kit.faults import paused
 from tests.kit.resp import NIL, OK, reply
 from tests.kit.scripted import ScriptedNode
 from tests.kit.steps import Argv, Step, handshake
@@ -316,18 +317,6 @@ def test_silent_nodes_do_not_lengthen_the_wait_beyond_their_limit(kind: str, val
         with pytest.raises(NodesUnavailable):
             lock.acquire(blocking_timeout=0.2)
         assert 0.2 <= time.monotonic() - started < 0.2 + 0.05 + E
-
-
-@contextmanager
-def paused(*nodes: LocalNode) -> Iterator[None]:
-    """Stop these servers for a while."""
-    for node in nodes:
-        node.pause()
-    try:
-        yield
-    finally:
-        for node in nodes:
-            node.resume()
 
 
 # ---- a split vote ----

@@ -31,6 +31,18 @@ E = 0.15 * SLACK
 """Seconds that the machine may add."""
 
 
+@contextmanager
+def paused(*nodes: LocalNode) -> Iterator[None]:
+    """Stop these servers for a while."""
+    for node in nodes:
+        node.pause()
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.resume()
+
+
 class Bad:
     """A node that will fail; ``server`` is None where there is no real one behind it."""
 

@@ -268,7 +268,7 @@ def handlers_that_return(urls: list[str], kind: str) -> dict[str, Any]:
         with place(urls, kind, f"name {i}") as lock:
             assert lock.owned()
     started = time.monotonic()
-    granted = place(urls, kind, "taken", sleep=0.01).acquire(blocking_timeout=0.3)
+    granted = place(urls, kind, "taken", sleep=0.01).acquire(blocking_timeout=0.2)
     took = time.monotonic() - started
     signal.setitimer(signal.ITIMER_REAL, 0)
     return {"granted": granted, "took": took, "count": count}
