@@ -179,7 +179,7 @@ cdef int safe_form(Conn* conn, int program) noexcept nogil:
     """A form that needs no fallback: plain and answered on this connection before, or the last."""
     cdef int form
     for form in range(prog[program].native):
-        if conn.proven & proof(program, form):
+        if is_proven(conn, program, form):
             return form
     return prog[program].forms - 1
 

@@ -15,8 +15,9 @@ cdef int64_t LONGEST_RETIRE_NS = 30_000_000_000
 cdef char* PING = b"*1\r\n$4\r\nPING\r\n"
 
 
-cdef inline uint32_t proof(int program, int form) noexcept nogil:
-    return (<uint32_t>1) << (program * MOST_FORMS + form)
+cdef inline bint is_proven(const Conn* conn, int program, int form) noexcept nogil:
+    """Say whether this form of a program was answered on this connection."""
+    return conn.proven[program] >> form & 1
 
 
 cdef inline Slot* slot_at(Conn* conn, uint32_t i) noexcept nogil:
@@ -96,7 +97,7 @@ cdef void conn_reset(Conn* conn) noexcept nogil:
     conn.out.length = 0
     conn.first = conn.slots = 0
     conn.backlog = conn.fed = 0
-    conn.proven = 0
+    memset(conn.proven, 0, sizeof(conn.proven))
     conn.shaking = 0
     conn.heard = 0
     conn.again_ns = 0
@@ -137,7 +138,7 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
         slot = slot_at(conn, 0)
         if slot.program == HANDSHAKE_PING:
             node.no_ping = 1
-        elif slot.program >= 0 and not conn.proven & proof(slot.program, slot.form):
+        elif slot.program >= 0 and not is_proven(conn, slot.program, slot.form):
             distrust_form(node, slot.program, slot.form)
     for i in range(conn.slots):
         slot = slot_at(conn, i)

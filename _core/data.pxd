@@ -9,7 +9,7 @@ from hiredis cimport rb_reply, redisReader
 
 cdef enum:
     MOST_NODES = 64
-    MOST_PROGRAMS = 8           # x MOST_FORMS: the bits of Conn.proven
+    MOST_PROGRAMS = 32
     MOST_FORMS = 4
     MOST_CHUNKS = 12
     MOST_ARGS = 8
@@ -32,7 +32,10 @@ cdef struct Prog:
     int forms
     int native                  # this many leading forms are plain commands
     int writes
+    int words                   # how many it is given, with the key
     int deletes
+    int tries
+    int undo                    # the program that takes it back, below 0: none
     Form form[MOST_FORMS]
 
 cdef struct Text:               # growable bytes
@@ -82,7 +85,7 @@ cdef struct Conn:
     int64_t opened_ns
     int64_t again_ns            # connect() is to be called again then (backlog full), 0 otherwise
     int heard                   # some reply has come
-    uint32_t proven             # bit per program and form: answered on this connection
+    uint8_t[MOST_PROGRAMS] proven   # a bit per form: answered on this connection
     size_t fed                  # bytes since the last complete reply
     redisReader* reader
     rb_reply reply

@@ -9,6 +9,7 @@ from redbolt._engine import MAX_KEY
 
 cdef Py_ssize_t longest = MAX_KEY
 cdef int64_t DELETE_LIFE_NS = 60_000_000_000
+cdef int64_t ENDLESS_NS = 86_400_000_000_000    # so long the undo of a key without an end is remembered
 cdef unsigned char[256] entropy
 cdef int entropy_used = 256
 cdef int entropy_generation = 0
@@ -134,6 +135,8 @@ cdef class Engine:
         int quorum,
         int64_t drift_ns,
         int64_t limit_ns,
+        program=None,
+        tuple extra not None=(),
     ):
         """Try once to take a lock, and undo what was done if it was not granted."""
         cdef Round r
@@ -148,16 +151,25 @@ cdef class Engine:
         votes.token = token
         set_argument(&r, key)
         set_argument(&r, token)
-        r.arg[2].bytes = digits
-        r.arg[2].length = rb_digits(digits, <uint64_t>lease_ms)
-        r.args = 3
-        r.program = TAKE
+        for argument in extra:
+            set_argument(&r, argument)
+        if lease_ms:
+            if r.args == MOST_ARGS:
+                raise ValueError("a program has too many arguments")
+            r.arg[r.args].bytes = digits
+            r.arg[r.args].length = rb_digits(digits, <uint64_t>lease_ms)
+            r.args += 1
+            r.valid_ns = lease_ms * MS - drift_ns
+            r.undo_life_ns = lease_ms * MS
+        else:
+            r.valid_ns = NEVER >> 1
+            r.undo_life_ns = ENDLESS_NS
+        r.program = TAKE if program is None else program.index
+        check_words(&r)
         r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
-        r.valid_ns = lease_ms * MS - drift_ns
-        r.undo_life_ns = lease_ms * MS
         r.touched = <uint64_t>-1
         self.run(&r, quorum, limit_ns, True)
-        votes.valid_until_ns = validity_end(r.started_ns, lease_ms, drift_ns)
+        votes.valid_until_ns = r.started_ns + r.valid_ns
         votes.fill(&r)
         return votes.verdict == GRANTED
 
@@ -181,6 +193,7 @@ cdef class Engine:
         set_argument(&r, key)
         for argument in args:
             set_argument(&r, argument)
+        check_words(&r)
         if program.writes:
             votes.token = args[0]
             r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
@@ -200,16 +213,33 @@ cdef class Engine:
             run_round(r)
         return 0
 
-    def discard(self, bytes key not None, bytes token not None, int64_t touched=-1):
+    def discard(
+        self,
+        bytes key not None,
+        bytes token not None,
+        int64_t touched=-1,
+        program=None,
+        tuple extra not None=(),
+    ):
         """Queue a token-checked delete, and wait for nobody."""
+        self.queue(DROP if program is None else program.index, key, (token, *extra), touched)
+
+    def post(self, program, bytes key not None, tuple args not None):
+        """Send a program to the nodes that can get it at once, and wait for nobody."""
+        self.queue(program.index, key, args, -1)
+
+    cdef int queue(self, int program, bytes key, tuple args, int64_t touched) except -1:
         cdef Round r
         if self.generation != rb_generation:
             self.set_up()
         memset(&r, 0, sizeof(r))
         set_argument(&r, key)
-        set_argument(&r, token)
-        r.program = DROP
-        r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
+        for argument in args:
+            set_argument(&r, argument)
+        r.program = program
+        check_words(&r)
+        if prog[program].writes:
+            r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
         r.undo_life_ns = DELETE_LIFE_NS
         r.engine = self.e
         r.quorum = 1
@@ -218,6 +248,7 @@ cdef class Engine:
         with nogil:
             run_round(&r)
         free(r.causes)
+        return 0
 
     def pending(self, bytes token not None):
         """Say whether some write of this token was not answered yet and may still be executed."""
@@ -246,6 +277,13 @@ cdef int set_argument(Round* r, bytes argument) except -1:
     r.arg[r.args].bytes = PyBytes_AS_STRING(argument)
     r.arg[r.args].length = PyBytes_GET_SIZE(argument)
     r.args += 1
+    return 0
+
+
+cdef int check_words(Round* r) except -1:
+    """What the forms of a program ask for has to be there."""
+    if r.args < prog[r.program].words:
+        raise ValueError(f"the program lacks words: it needs {prog[r.program].words}, not {r.args}")
     return 0
 
 

@@ -19,12 +19,17 @@ cdef int DROP = _programs.DROP.index
 cdef int load_programs() except -1:
     cdef Prog* p
     cdef Form* f
+    if len(_programs.PROGRAMS) > MOST_PROGRAMS:
+        raise ValueError("there are too many programs")
     for program in _programs.PROGRAMS:
         p = &prog[program.index]
         p.decoder = program.decoder
         p.native = program.native
         p.writes = program.writes
         p.deletes = program.deletes
+        p.tries = program.tries
+        p.words = program.words
+        p.undo = program.undo
         p.forms = len(program.forms)
         for i, words in enumerate(program.forms):
             f = &p.form[i]

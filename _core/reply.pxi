@@ -102,7 +102,7 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
             return
         vote = FAULT
     elif vote != BROKEN:
-        conn.proven |= proof(slot.program, slot.form)
+        conn.proven[slot.program] |= <uint8_t>(1 << slot.form)
     if vote == BROKEN:
         conn.first = (conn.first - 1) & (conn.room - 1)  # what it did is unknown: its undo must not be lost
         conn.slots += 1

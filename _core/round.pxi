@@ -67,7 +67,7 @@ cdef void run_round(Round* r) noexcept nogil:
     cdef int i
     r.generation = rb_load(&rb_generation)
     if prog[r.program].writes:
-        i = DROP if r.program == TAKE else r.program
+        i = prog[r.program].undo if prog[r.program].undo >= 0 else r.program
         r.spare = pack_spare(i, r.arg, r.tag, rb_now_ns() + r.undo_life_ns)
     ch = check_out(r)
     if ch == NULL:
@@ -107,7 +107,7 @@ cdef void begin_node(Round* r, int i) noexcept nogil:
             set_fault_of(ch, i, node, b"")
         else:
             conn_open(e, ch, conn, r.limit_ns)
-    if r.program == TAKE and conn.state == READY and conn.slots:
+    if prog[r.program].tries and conn.state == READY and conn.slots:
         settle_doubts(conn)
     send_if_ready(r, conn)
     pthread_mutex_unlock(&conn.mutex)
@@ -125,9 +125,11 @@ cdef void settle_doubts(Conn* conn) noexcept nogil:
     for i in range(slots):
         slot = slot_at(conn, i)
         spare = slot.spare
-        if slot.program != DROP or slot.form + 1 == prog[DROP].forms or spare == NULL:
+        if slot.program < 0 or not prog[slot.program].deletes or spare == NULL:
             continue
-        if not conn.proven & proof(DROP, slot.form) and conn_put_spare(conn, spare, slot.due_ns):
+        if slot.form + 1 == prog[slot.program].forms or is_proven(conn, slot.program, slot.form):
+            continue
+        if conn_put_spare(conn, spare, slot.due_ns):
             slot_at(conn, i).spare = NULL
             packed_free(spare)
 
@@ -261,7 +263,7 @@ cdef void finish_round(Round* r) noexcept nogil:
     for i in range(e.nodes):
         if ch.sent[i] and ch.vote[i] != NO:
             r.reached |= (<uint64_t>1) << i
-    if r.program == TAKE:
+    if prog[r.program].tries:
         if r.verdict == GRANTED and r.ended_ns >= r.started_ns + r.valid_ns:
             r.verdict = UNDECIDED
             r.too_late = 1

@@ -13,8 +13,8 @@ checks:
 4.  Order per token: a command for a token goes on the connection that still has an unanswered command for
     that token, whichever channel it belongs to. On a channel that another thread uses it is queued there,
     with nobody waiting for the reply.
-5.  A try that is not granted, or is interrupted, queues its undo (``DROP``) on the same connection to every
-    node that did not say no.
+5.  A try that is not granted, or is interrupted, queues its undo (the delete that its program names) on the
+    same connection to every node that did not say no.
 6.  Every unanswered write of a token is remembered with its undo or delete. If the connection dies, that is
     sent on the next connection to the node, before anything else; until its bound (the lease, or a minute
     for a release) is over.
@@ -36,7 +36,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
-from redbolt._programs import Program
+from redbolt._programs import DROP, TAKE, Program
 from redbolt.node import Node
 
 __all__ = ["MAX_KEY", "MAX_REPLY", "Engine", "EngineChoice", "Votes", "choose", "close_engines", "engine_for"]
@@ -108,6 +108,8 @@ class Engine(Protocol):
         quorum: int,
         drift_ns: int,
         limit_ns: int,
+        program: Program = TAKE,
+        extra: tuple[bytes, ...] = (),
     ) -> bool:
         """Try once to take a lock, and undo what was done if it was not granted.
 
@@ -115,10 +117,12 @@ class Engine(Protocol):
             votes: filled with the result, also when an exception leaves the call.
             key: the lock's key.
             token: the value to set; None for a fresh one (128 random bits, in hexadecimal).
-            lease_ms: life of the key.
+            lease_ms: life of the key; 0 for a program that takes none: then validity has no end.
             quorum: how many nodes must say yes.
             drift_ns: taken off the validity.
             limit_ns: how long a node may take to answer.
+            program: one that ``tries``. Its words are the key, the token, ``extra``, and the lease.
+            extra: what stands between the token and the lease.
 
         Returns:
             Whether it was granted: a quorum said yes, and validity is left.
@@ -147,8 +151,20 @@ class Engine(Protocol):
                 count as a yes without a hit. Default: all.
         """
 
-    def discard(self, key: bytes, token: bytes, touched: int = -1) -> None:
-        """Queue a token-checked delete to the ``touched`` nodes, and wait for nobody."""
+    def discard(
+        self,
+        key: bytes,
+        token: bytes,
+        touched: int = -1,
+        program: Program = DROP,
+        extra: tuple[bytes, ...] = (),
+    ) -> None:
+        """Queue a token-checked delete to the ``touched`` nodes, and wait for nobody. ``extra`` are its words
+        behind the token.
+        """
+
+    def post(self, program: Program, key: bytes, args: tuple[bytes, ...]) -> None:
+        """Send a program that writes no token to the nodes that can get it at once, and wait for nobody."""
 
     def pending(self, token: bytes) -> bool:
         """Say whether some write of this token, on any connection, was not answered yet and may still be

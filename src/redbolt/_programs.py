@@ -8,7 +8,10 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TypeAlias
 
-__all__ = ["DROP", "EXISTS", "EXTEND", "OWNED", "PROGRAMS", "TAKE", "TYPE", "Decoder", "Part", "Program"]
+__all__ = [
+    "ABANDON", "ADD_TIME", "COUNT", "DROP", "ENTER", "EXISTS", "EXTEND", "FORCE", "FORGET", "HOLDS", "KEEP",
+    "LEAVE", "OWNED", "PROGRAMS", "SET_TIME", "TAKE", "TYPE", "Decoder", "Part", "Program",
+]  # fmt: skip
 
 Part: TypeAlias = bytes | int
 """A word of a command: bytes as they are, or the number of an argument: 0 the key, 1, 2 ... the further
@@ -34,10 +37,14 @@ class Program:
     """One thing that a round asks every node to do.
 
     ``forms`` are tried in order on each node: one that the node does not know or does not permit is
-    replaced by the next, and the node is remembered. The last one works everywhere. ``writes`` marks those
-    whose argument 1 is the token that they write or delete; ``deletes`` the token-checked delete, which is
-    safe to send at any time, also to a node that does not answer. ``native`` counts the leading forms that
-    are plain commands (no scripts): once answered they can be sent without waiting for the reply.
+    replaced by the next, and the node is remembered. The last one works everywhere. ``native`` counts the
+    leading forms that are plain commands (no scripts): once answered they can be sent without waiting for
+    the reply.
+
+    ``writes`` marks those whose argument 1 is the token that they write or delete; ``deletes`` the
+    token-checked deletes, which are safe to send at any time, also to a node that does not answer;
+    ``tries`` those that take a lock, if it is free. ``undo`` is the index of the delete that has to follow
+    where it is not known what a write did; its arguments are the first ones of the write's. Below 0: none.
     """
 
     index: int
@@ -47,17 +54,31 @@ class Program:
     native: int = 1
     writes: bool = False
     deletes: bool = False
+    tries: bool = False
+    undo: int = -1
+
+    @property
+    def words(self) -> int:
+        """How many words it is given: the key and its arguments."""
+        return 1 + max(part for form in self.forms for part in form if isinstance(part, int))
 
 
-def _script(name: str, *argv: Part) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+def _script(
+    name: str, *argv: Part, keys: tuple[Part, ...] = ()
+) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     text = (_LUA / f"{name}.lua").read_bytes()  # importlib.resources would take 10 ms to import
     body = b"\n".join(line for line in text.splitlines() if not line.startswith(b"--"))
     sha = hashlib.sha1(body, usedforsecurity=False).hexdigest().encode()
-    return (b"EVALSHA", sha, b"1", KEY, *argv), (b"EVAL", body, b"1", KEY, *argv)
+    words = (b"%d" % (1 + len(keys)), KEY, *keys, *argv)
+    return (b"EVALSHA", sha, *words), (b"EVAL", body, *words)
 
 
-# Arguments: 1 token, 2 lease in ms.
-TAKE = Program(0, "take", Decoder.OK, ((b"SET", KEY, 1, b"NX", b"PX", 2),), writes=True)
+# ---- a string key with a token: Lock, RedLock ----
+
+# Arguments: 1 token, 2 life in ms.
+TAKE = Program(
+    0, "take", Decoder.OK, ((b"SET", KEY, 1, b"NX", b"PX", 2),), writes=True, tries=True, undo=1
+)
 # Arguments: 1 token. Valkey 9 has DELIFEQ, Redis 8.4 has DELEX.
 DROP = Program(
     1,
@@ -67,6 +88,7 @@ DROP = Program(
     native=2,
     writes=True,
     deletes=True,
+    undo=1,
 )
 # Arguments: 1 token, 2 remaining life in ms. The native form is in Valkey 8.1 and Redis 8.4.
 _EXTEND_SCRIPTS = _script("extend", 1, 2)
@@ -77,4 +99,51 @@ EXISTS = Program(3, "exists", Decoder.FLAG, ((b"EXISTS", KEY),))
 OWNED = Program(4, "owned", Decoder.SAME, ((b"GETRANGE", KEY, b"0", 2),))
 TYPE = Program(5, "type", Decoder.TEXT, ((b"TYPE", KEY),))
 
-PROGRAMS: tuple[Program, ...] = (TAKE, DROP, EXTEND, EXISTS, OWNED, TYPE)
+# ---- the same key as redis-py treats it ----
+
+# Arguments: 1 token. A key that never ends by itself.
+KEEP = Program(6, "keep", Decoder.OK, ((b"SET", KEY, 1, b"NX"),), writes=True, tries=True, undo=1)
+# Arguments: 1 token, 2 ms to add (or, with 3 = 1, to set).
+ADD_TIME = Program(7, "add time", Decoder.FLAG, _script("add_time", 1, 2, 3), native=0, writes=True)
+# Arguments: 1 token, 2 remaining life in ms.
+SET_TIME = Program(8, "set time", Decoder.FLAG, _EXTEND_SCRIPTS, native=0, writes=True)
+
+# ---- a hash of one owner and a count: ReentrantLock, in the layout of Redisson's RLock ----
+
+# Arguments: 1 owner, 2 channel, 3 life in ms.
+ENTER = Program(9, "enter", Decoder.FLAG, _script("enter", 1, 3), native=0, writes=True, tries=True, undo=12)
+# Arguments: 1 owner, 2 life in ms, 3 how often it holds the lock from now on.
+COUNT = Program(10, "count", Decoder.FLAG, _script("count", 1, 2, 3), native=0, writes=True)
+# Arguments: 1 owner, 2 channel, 3 latch, 4 life of the latch in ms.
+LEAVE = Program(
+    11,
+    "leave",
+    Decoder.GONE,
+    _script("leave", 1, 4, keys=(2, 3)),
+    native=0,
+    writes=True,
+    deletes=True,
+    undo=12,
+)
+# Arguments: 1 owner, 2 channel.
+ABANDON = Program(
+    12,
+    "abandon",
+    Decoder.GONE,
+    _script("abandon", 1, keys=(2,)),
+    native=0,
+    writes=True,
+    deletes=True,
+    undo=12,
+)
+# Arguments: 1 owner.
+HOLDS = Program(13, "holds", Decoder.FLAG, ((b"HEXISTS", KEY, 1),))
+# Arguments: 1 channel.
+FORCE = Program(14, "force", Decoder.FLAG, _script("force", keys=(1,)), native=0)
+# The key is a latch.
+FORGET = Program(15, "forget", Decoder.FLAG, ((b"DEL", KEY),))
+
+PROGRAMS: tuple[Program, ...] = (
+    TAKE, DROP, EXTEND, EXISTS, OWNED, TYPE, KEEP, ADD_TIME, SET_TIME, ENTER, COUNT, LEAVE, ABANDON, HOLDS,
+    FORCE, FORGET,
+)  # fmt: skip

@@ -23,7 +23,7 @@ from redbolt._pure.connection import (
     Connection,
 )
 from redbolt._pure.site import Site
-from redbolt._pure.task import DELETE_LIFE_NS, Task, delete_task
+from redbolt._pure.task import DELETE_LIFE_NS, Debt, Task, delete_task
 
 if TYPE_CHECKING:
     from redbolt._pure.pool import Pool
@@ -50,12 +50,12 @@ class Care:
         self.due_ns = NEVER
         self.watched: dict[int, int] = {}
         self.interrupted: deque[Task] = deque()
-        self.discarded: deque[tuple[bytes, bytes, int]] = deque()
+        self.discarded: deque[tuple[Debt, int]] = deque()
 
     def has(self, token: bytes) -> bool:
         """Say whether a write of this token is about to be made."""
         return any(task.token == token for task in list(self.interrupted)) or any(
-            held == token for _, held, _ in list(self.discarded)
+            words[1] == token for (_, words), _ in list(self.discarded)
         )
 
     def expect_surplus(self, used_ns: int) -> None:
@@ -134,20 +134,19 @@ class Care:
 
     def _take_back(self, conn: Connection, task: Task, now: int) -> None:
         """Have a delete follow what may have been written on a connection."""
-        assert task.token is not None
         delete = task.delete(now)
         if conn.state == READY:
             with conn.lock:
                 conn.channel.unfinished = True
                 conn.put_safely(delete)
         elif conn.state == RETIRED:
-            conn.carried[task.key, task.token] = delete.expires_ns
+            conn.carried[task.debt()] = delete.expires_ns
             self._pool.prolong(conn, conn.carried, now)
         else:
-            conn.site.add_orphan(task.key, task.token, delete.expires_ns)
+            conn.site.add_orphan(task.debt(), delete.expires_ns)
 
-    def _discard(self, key: bytes, token: bytes, touched: int, now: int) -> None:
-        delete = delete_task(key, token, now, _LIMIT_NS, now + DELETE_LIFE_NS)
+    def _discard(self, debt: Debt, touched: int, now: int) -> None:
+        delete = delete_task(debt, now, _LIMIT_NS, now + DELETE_LIFE_NS)
         for site in self._pool.sites:
             if touched >> site.index & 1:
                 self._discard_on(site, delete, now)
@@ -166,7 +165,7 @@ class Care:
         if not channels and not retired:
             ready = self._idle_ready(site)
             if ready is None or ready.backlog > MOST_BACKLOG:
-                site.add_orphan(delete.key, token, delete.expires_ns)
+                site.add_orphan(delete.debt(), delete.expires_ns)
             else:
                 self._take_back(ready, delete, now)
 
@@ -187,8 +186,8 @@ class Care:
                     conn.put_safely(task)
                     if channel.owner is None:
                         conn.busy = False
-            elif task.plan.undone and task.token is not None:
-                self._pool.sites[index].add_orphan(task.key, task.token, task.expires_ns)
+            elif task.plan.undone:
+                self._pool.sites[index].add_orphan(task.debt(), task.expires_ns)
             channel.mail.popleft()
         channel.mail.extend(waiting)
 

@@ -24,7 +24,6 @@ from redbolt._judge import FAULT, falls_back
 from redbolt._programs import TYPE
 from redbolt._pure.resolve import Address
 from redbolt._pure.resp import (
-    DROP_PLAN,
     ERROR,
     PUSH,
     STATUS,
@@ -37,7 +36,7 @@ from redbolt._pure.resp import (
     text_of,
 )
 from redbolt._pure.site import Site
-from redbolt._pure.task import Task, delete_task
+from redbolt._pure.task import Debt, Task, delete_task
 
 if TYPE_CHECKING:
     from redbolt._pure.channel import Channel
@@ -107,7 +106,7 @@ class Connection:
         self.fd = -1
         self.polled = (-1, 0)  # descriptor and events that the channel's poll has
         self.slots: deque[Slot] = deque()
-        self.carried: dict[tuple[bytes, bytes], int] = {}  # further deletes that become orphans with its end
+        self.carried: dict[Debt, int] = {}  # further deletes that become orphans with its end
         self.out = bytearray()
         self.backlog = 0  # bytes of unanswered commands
         self.proven = 0  # forms that were answered here, see Plan.proofs
@@ -275,12 +274,12 @@ class Connection:
         if not site.orphans:
             return
         site.expire_orphans(now)
-        for (key, token), expires_ns in list(site.orphans.items()):
+        for debt, expires_ns in list(site.orphans.items()):
             if self.backlog > MOST_BACKLOG:
                 return
-            task = delete_task(key, token, now, self.limit_ns, expires_ns)
-            self.put(task, DROP_PLAN.last, DROP_PLAN.packers[-1](task.words))
-            site.orphans.pop((key, token), None)
+            task = delete_task(debt, now, self.limit_ns, expires_ns)
+            self.put(task, task.plan.last, task.plan.packers[-1](task.words))
+            site.orphans.pop(debt, None)
 
     # ---- reading; by the owner alone ----
 
@@ -448,13 +447,13 @@ class Connection:
             return True
         return False
 
-    def owed(self) -> dict[tuple[bytes, bytes], int]:
+    def owed(self) -> dict[Debt, int]:
         """The deletes that follow from its unanswered writes, and the end of their use."""
         owed = dict(self.carried)
         for task, _, _ in self.slots.copy():
-            if task.plan.undone and task.token is not None:
-                name = (task.key, task.token)
-                owed[name] = max(task.expires_ns, owed.get(name, 0))
+            if task.plan.undone:
+                debt = task.debt()
+                owed[debt] = max(task.expires_ns, owed.get(debt, 0))
         return owed
 
     def holds(self, token: bytes) -> bool:
@@ -462,7 +461,7 @@ class Connection:
         if not self.slots and not self.carried:
             return False
         return any(task.token == token and task.plan.writes for task, _, _ in self.slots.copy()) or any(
-            held == token for _, held in list(self.carried)
+            words[1] == token for _, words in list(self.carried)
         )
 
     def close(self) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 from redbolt import _engine, _process
 from redbolt._clock import now_ns
 from redbolt._judge import FAULT, GRANTED, NO, OPEN, UNDECIDED, WAITING, YES, validity_end_ns, verdict
-from redbolt._programs import TAKE, Program
+from redbolt._programs import DROP, TAKE, Program
+from redbolt._pure.agent import NEVER
 from redbolt._pure.channel import Channel
 from redbolt._pure.connection import (
     MOST_BACKLOG,
@@ -19,8 +20,8 @@ from redbolt._pure.connection import (
     Connection,
 )
 from redbolt._pure.pool import Pool
-from redbolt._pure.resp import PLANS
-from redbolt._pure.task import DELETE_LIFE_NS, Task
+from redbolt._pure.resp import PLANS, Plan
+from redbolt._pure.task import DELETE_LIFE_NS, Task, debt_for
 from redbolt.node import Node
 
 __all__ = ["Engine", "Votes"]
@@ -30,7 +31,8 @@ _SLICE_MS = 50  # the main thread looks for signals at least this often
 _PATIENCE = 50  # times 0.2 ms
 _STALE_NS = 2_000_000  # a channel that was idle for longer may have connections that ended meanwhile
 _CALM = MOST_BACKLOG - 2 * _engine.MAX_KEY - 1024  # any command may be added to so many unanswered bytes
-_TAKE_PLAN = PLANS[TAKE.index]
+_POST_LIMIT_NS = 1_000_000_000
+_ENDLESS_NS = 86_400_000_000_000  # so long the undo of a key without an end is remembered
 
 
 class Votes:
@@ -105,6 +107,8 @@ class Engine:
         quorum: int,
         drift_ns: int,
         limit_ns: int,
+        program: Program = TAKE,
+        extra: tuple[bytes, ...] = (),
     ) -> bool:
         """Try once to take a lock, and undo what was done if it was not granted."""
         if TYPE_CHECKING:
@@ -112,13 +116,15 @@ class Engine:
         fresh = token is None
         votes.verdict = UNDECIDED
         votes.token = token = _fresh_token() if token is None else token
-        _check(key, token)
-        votes._task = task = Task(_TAKE_PLAN, key, (token, b"%d" % lease_ms), limit_ns, 0, self._size)
+        args = (token, *extra, b"%d" % lease_ms) if lease_ms else (token, *extra)
+        plan = PLANS[program.index]
+        _check(plan, key, *args)
+        votes._task = task = Task(plan, key, args, limit_ns, 0, self._size)
         try:
             channel = self._pool.check_out(task, fresh)
-            self._start(votes, channel, task, lease_ms * 1_000_000)
+            self._start(votes, channel, task, lease_ms * 1_000_000 or _ENDLESS_NS)
             self._finish(votes, channel, task, quorum)
-            votes.valid_until_ns = validity_end_ns(votes.started_ns, lease_ms, drift_ns)
+            votes.valid_until_ns = validity_end_ns(votes.started_ns, lease_ms, drift_ns) if lease_ms else NEVER
             late = votes.verdict == GRANTED and votes.ended_ns >= votes.valid_until_ns
             if late:
                 votes.verdict = UNDECIDED
@@ -147,7 +153,7 @@ class Engine:
             assert isinstance(votes, Votes)
         plan = PLANS[program.index]
         votes.verdict = UNDECIDED
-        _check(key, *args)
+        _check(plan, key, *args)
         votes._task = task = Task(plan, key, args, limit_ns, 0, self._size)
         if touched != -1:
             self._leave_out(task, touched)
@@ -164,11 +170,34 @@ class Engine:
             self._give_up(votes, task)
             raise
 
-    def discard(self, key: bytes, token: bytes, touched: int = -1) -> None:
+    def discard(
+        self,
+        key: bytes,
+        token: bytes,
+        touched: int = -1,
+        program: Program = DROP,
+        extra: tuple[bytes, ...] = (),
+    ) -> None:
         """Queue a token-checked delete to the ``touched`` nodes, and wait for nobody."""
-        _check(key, token)
-        self._pool.care.discarded.append((key, token, touched))
+        plan, words = PLANS[program.index], (key, token, *extra)
+        _check(plan, *words)
+        self._pool.care.discarded.append((debt_for(plan, words), touched))
         self._pool.wake()
+
+    def post(self, program: Program, key: bytes, args: tuple[bytes, ...]) -> None:
+        """Send a program to the nodes that can get it at once, and wait for nobody."""
+        plan = PLANS[program.index]
+        _check(plan, key, *args)
+        task = Task(plan, key, args, _POST_LIMIT_NS, 0, self._size)
+        votes = Votes(self._size)
+        try:
+            channel = self._pool.check_out(task, True)
+            self._start(votes, channel, task, 0)
+            task.waiting.clear()
+            self._pool.put_back(channel, votes.started_ns, _POST_LIMIT_NS)
+        except BaseException:
+            self._give_up(votes, task)
+            raise
 
     def pending(self, token: bytes) -> bool:
         """Say whether some write of this token may still be executed."""
@@ -269,7 +298,7 @@ class Engine:
         with channel.lock:
             conn.busy = True
             conn.send_orphans(now_ns())
-            if conn.doubtful and task.plan is _TAKE_PLAN:
+            if conn.doubtful and task.plan.tries:
                 conn.settle_doubts()
             form = site.forms[task.plan.index]
             data = task.plan.packers[form](task.words)
@@ -373,7 +402,6 @@ class Engine:
 
     def _undo(self, channel: Channel, task: Task) -> None:
         """Queue the delete behind a try that was not granted, wherever it may have been done."""
-        assert task.token is not None
         delete: Task | None = None
         for index, conn in enumerate(task.written):
             answer = task.answers[index]
@@ -388,7 +416,7 @@ class Engine:
                     conn.put_safely(delete)
                     conn.busy = False
             elif vote == YES:  # else its slot has left the delete behind, or it was not done
-                conn.site.add_orphan(task.key, task.token, task.expires_ns)
+                conn.site.add_orphan(task.debt(), task.expires_ns)
                 self._pool.wake()
         for index, other in task.elsewhere:
             self._pool.leave(other, index, task.delete(now_ns()))
@@ -417,7 +445,9 @@ class Engine:
                 continue
 
 
-def _check(*words: bytes) -> None:
+def _check(plan: Plan, *words: bytes) -> None:
+    if len(words) < plan.words:
+        raise ValueError(f"the program lacks words: it needs {plan.words}, not {len(words)}")
     for word in words:
         if len(word) > _engine.MAX_KEY:
             raise ValueError(f"a key or token has at most {_engine.MAX_KEY} bytes, not {len(word)}")

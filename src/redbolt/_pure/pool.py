@@ -24,7 +24,7 @@ from redbolt._pure.connection import (
     Connection,
 )
 from redbolt._pure.site import Site
-from redbolt._pure.task import Task
+from redbolt._pure.task import Debt, Task
 from redbolt.node import Node
 
 __all__ = ["Pool"]
@@ -185,11 +185,10 @@ class Pool:
         """Have a delete sent on the next connection to each node that it could not be sent to."""
         if None not in task.written:
             return
-        assert task.token is not None
         skipped = task.left_out.union([index for index, _ in task.elsewhere])
         for conn, site in zip(task.written, self.sites, strict=True):
             if conn is None and site.index not in skipped:
-                site.add_orphan(task.key, task.token, task.expires_ns)
+                site.add_orphan(task.debt(), task.expires_ns)
                 self.wake()
 
     def pending(self, token: bytes) -> bool:
@@ -199,7 +198,7 @@ class Pool:
             found = (
                 any(channel.holds(index, token) for channel in self.channels for index in indexes)
                 or any(conn.holds(token) for conn in self.retired)
-                or any(held == token for site in self.sites for _, held in list(site.orphans))
+                or any(words[1] == token for site in self.sites for _, words in list(site.orphans))
                 or self.care.has(token)
             )
         if found:
@@ -246,7 +245,7 @@ class Pool:
             self.bury(self.retired[0])
         self.wake()
 
-    def prolong(self, conn: Connection, owed: dict[tuple[bytes, bytes], int], now: int) -> None:
+    def prolong(self, conn: Connection, owed: dict[Debt, int], now: int) -> None:
         """Read a retired connection for as long as what it owes is of use, within bounds."""
         for expires_ns in owed.values():
             conn.until_ns = max(conn.until_ns, min(expires_ns, now + _LONGEST_RETIRE_NS))
@@ -268,9 +267,9 @@ class Pool:
         """Close a connection for good; what it owes goes to its node."""
         owed = conn.owed()
         now = now_ns()
-        for (key, token), expires_ns in owed.items():
+        for debt, expires_ns in owed.items():
             if expires_ns > now:
-                conn.site.add_orphan(key, token, expires_ns)
+                conn.site.add_orphan(debt, expires_ns)
         if conn in self.retired:
             self.retired.remove(conn)
         conn.close()

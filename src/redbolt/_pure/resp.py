@@ -14,10 +14,10 @@ from typing import Final, TypeAlias
 
 from redbolt._engine import MAX_REPLY
 from redbolt._judge import FAULT, NO, YES, is_wrongtype
-from redbolt._programs import DROP, EXTEND, PROGRAMS, TAKE, Decoder, Program
+from redbolt._programs import PROGRAMS, Decoder, Program
 
 __all__ = [
-    "BULK", "COMMON", "DROP_PLAN", "ERROR", "INTEGER", "NIL", "OTHER", "PLANS", "PUSH", "STATUS",
+    "BULK", "COMMON", "ERROR", "INTEGER", "NIL", "OTHER", "PLANS", "PUSH", "STATUS",
     "Answer", "Plan", "Reader", "Reply", "decode", "pack_command", "text_of",
 ]  # fmt: skip
 
@@ -203,15 +203,19 @@ class Plan:
     """A program made ready for use."""
 
     __slots__ = (
-        "answers", "decoder", "deletes", "index", "last", "native", "packers", "proofs", "undone", "writes",
+        "answers", "decoder", "deletes", "index", "last", "native", "packers", "proofs", "tries", "undo",
+        "undone", "words", "writes",
     )  # fmt: skip
 
     def __init__(self, program: Program) -> None:
         self.index = program.index
         self.decoder = program.decoder
+        self.words = program.words
+        self.writes = program.writes
         self.deletes = program.deletes
-        self.writes = program in (TAKE, DROP, EXTEND)
-        self.undone = program in (TAKE, DROP)  # what is unanswered of it is followed by a delete
+        self.tries = program.tries
+        self.undo = program.undo
+        self.undone = program.undo >= 0  # what is unanswered of it is followed by a delete
         self.last = len(program.forms) - 1
         self.packers = tuple(map(_packer, program.forms))
         self.answers = _ANSWERS[program.decoder]
@@ -229,7 +233,6 @@ class Plan:
 
 
 PLANS: Final = tuple(map(Plan, PROGRAMS))
-DROP_PLAN: Final = PLANS[DROP.index]
 
 
 def decode(decoder: Decoder, reply: Reply, token: bytes | None) -> Answer | None:

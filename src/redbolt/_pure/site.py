@@ -8,6 +8,7 @@ from collections.abc import Callable
 from redbolt._programs import PROGRAMS
 from redbolt._pure.resolve import Resolver
 from redbolt._pure.resp import pack_command
+from redbolt._pure.task import Debt
 from redbolt.node import Node
 
 __all__ = ["Site"]
@@ -42,7 +43,7 @@ class Site:
         self.back_off_ns = 0
         self.forms = [0] * len(PROGRAMS)
         self.proven = 0
-        self.orphans: dict[tuple[bytes, bytes], int] = {}
+        self.orphans: dict[Debt, int] = {}
         """Deletes that the next connection has to bring, and the end of their use."""
         self.resolver.after_fork()
 
@@ -69,18 +70,18 @@ class Site:
             self.forms = [0] * len(PROGRAMS)
             self.proven = 0
 
-    def add_orphan(self, key: bytes, token: bytes, expires_ns: int) -> None:
+    def add_orphan(self, debt: Debt, expires_ns: int) -> None:
         """Owe the node a delete."""
         orphans = self.orphans
-        orphans[key, token] = max(expires_ns, orphans.get((key, token), 0))
+        orphans[debt] = max(expires_ns, orphans.get(debt, 0))
         while len(orphans) > _MOST_ORPHANS:
             orphans.pop(next(iter(orphans)), None)
 
     def expire_orphans(self, now: int) -> None:
         """Forget deletes whose keys have ended by themselves."""
-        for name, expires_ns in list(self.orphans.items()):
+        for debt, expires_ns in list(self.orphans.items()):
             if expires_ns <= now:
-                self.orphans.pop(name, None)
+                self.orphans.pop(debt, None)
 
     def scrubbed(self, text: str) -> str:
         """A server's text without our password, which some servers repeat."""

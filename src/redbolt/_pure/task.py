@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from redbolt import _process
 from redbolt._judge import NO, YES
-from redbolt._pure.resp import DROP_PLAN, Answer, Plan
+from redbolt._pure.resp import PLANS, Answer, Plan
 
 if TYPE_CHECKING:
     from redbolt._pure.channel import Channel
     from redbolt._pure.connection import Connection
 
-__all__ = ["DELETE_LIFE_NS", "Task", "delete_task"]
+__all__ = ["DELETE_LIFE_NS", "Debt", "Task", "debt_for", "delete_task"]
+
+Debt: TypeAlias = tuple[int, tuple[bytes, ...]]
+"""A delete that a node is owed: the index of its program, and its words (the key, the token ...)."""
 
 DELETE_LIFE_NS = 60_000_000_000
 
@@ -72,14 +75,23 @@ class Task:
         task.due_ns = now + self.limit_ns
         return task
 
+    def debt(self) -> Debt:
+        """The delete that takes it back; only what is ``undone`` has one."""
+        return debt_for(self.plan, self.words)
+
     def delete(self, now: int) -> Task:
-        """The delete that takes it back."""
-        assert self.token is not None
-        return delete_task(self.key, self.token, now, self.limit_ns, self.expires_ns or now + DELETE_LIFE_NS)
+        """The same, as a command that nobody waits for."""
+        return delete_task(self.debt(), now, self.limit_ns, self.expires_ns or now + DELETE_LIFE_NS)
 
 
-def delete_task(key: bytes, token: bytes, now: int, limit_ns: int, expires_ns: int) -> Task:
+def debt_for(plan: Plan, words: tuple[bytes, ...]) -> Debt:
+    """The delete that takes back what a plan did with these words."""
+    return plan.undo, words[: PLANS[plan.undo].words]
+
+
+def delete_task(debt: Debt, now: int, limit_ns: int, expires_ns: int) -> Task:
     """A delete that nobody waits for."""
-    task = Task(DROP_PLAN, key, (token,), limit_ns, expires_ns, 0)
+    index, (key, *args) = debt
+    task = Task(PLANS[index], key, tuple(args), limit_ns, expires_ns, 0)
     task.due_ns = now + limit_ns
     return task
