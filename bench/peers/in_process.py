@@ -1,4 +1,4 @@
-"""The Python rows, each used the way its users use it: one client, one lock object, made once."""
+"""The rows of this process, each used the way its users use it: one client, one lock object, made once."""
 
 from __future__ import annotations
 
