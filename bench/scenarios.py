@@ -84,17 +84,17 @@ class Scenario:
                 raise
             self.missing.append({"row": title, "missing": f"not run: {error.__cause__ or error}"})
 
-    def add_redbolt(self, urls: Sequence[str], wrap: Wrap | None = None) -> None:
-        """Add a row for each engine."""
+    def add_redbolt(self, what: str, urls: Sequence[str], wrap: Wrap | None = None) -> None:
+        """Add a row for each engine of one of redbolt's locks."""
         for engine in self.setup.engines:
 
             def one(engine: str = engine) -> Row:
-                return Redbolt(urls, self.setup.key(), engine)
+                return Redbolt(what, urls, self.setup.key(), engine)
 
             def make(one: Callable[[], Row] = one) -> Row:
                 return wrap(one) if wrap else one()
 
-            self.add(Redbolt.title(urls, engine), make, self.setup.forced)
+            self.add(Redbolt.title(what, engine), make, self.setup.forced)
 
     def add_peers(self, urls: Sequence[str], many_nodes: bool) -> None:
         """Add the peers of redbolt's lock on one node or of the one on many, installing what is missing."""
@@ -138,17 +138,19 @@ class Scenario:
 class _Cycles(Scenario):
     """Uncontended cycles of one lock, beside the floor and its peers."""
 
-    # By row: at most so many times the floor, at least so many times faster than each peer.
-    bounds: Mapping[str, tuple[float | None, Mapping[str, float]]]
+    # By row: at most so many times another row, at least so many times faster than a peer.
+    bounds: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]
 
     def judge(self, name: str, slices: dict[str, list[Slice]]) -> Result:
         mine = slices[name]
         floor = summary(ratios(mine, slices[Floor.name]))
         targets = []
-        floor_bound, peer_bounds = self.bounds.get(name, (None, {}))
-        if floor_bound:
-            targets.append(at_most(floor_bound, "floor", floor["median"]))
-        for peer, bound in peer_bounds.items():
+        at_most_times, faster = self.bounds.get(name, ({}, {}))
+        for other, bound in at_most_times.items():
+            if other in slices:
+                what = "floor" if other == Floor.name else other
+                targets.append(at_most(bound, what, median(ratios(mine, slices[other]))))
+        for peer, bound in faster.items():
             if peer in slices:
                 times = median(ratios(slices[peer], mine))
                 targets.append(at_least(bound, f"faster than {peer}", times))
@@ -160,8 +162,10 @@ class OneNode(_Cycles):
 
     fastest = "together"
     bounds = {  # noqa: RUF012
-        "redbolt Lock, native": (1.20, {RedisPy.title: 3.2}),
-        "redbolt Lock, pure": (None, {RedisPy.title: 1 / 0.85}),
+        "redbolt Lock, native": ({Floor.name: 1.20}, {RedisPy.title: 3.2}),
+        "redbolt Lock, pure": ({}, {RedisPy.title: 1 / 0.85}),
+        "redbolt ReentrantLock, native": ({"redbolt Lock, native": 1.3}, {}),
+        "redbolt compat Lock, native": ({}, {RedisPy.title: 3.0}),
     }
 
     def __init__(self, setup: Setup) -> None:
@@ -170,7 +174,8 @@ class OneNode(_Cycles):
         floor = Floor(urls, setup.key())
         self.released_by = floor.released_by
         self.rows.append(floor)
-        self.add_redbolt(urls)
+        for what in ("Lock", "ReentrantLock", "compat Lock"):
+            self.add_redbolt(what, urls)
         if setup.required and not HIREDIS_AVAILABLE:
             self.leave_out("redis-py with hiredis", "hiredis is not installed")
         self.rows.append(RedisPy(redis.Redis.from_url(urls[0]), setup.key()))
@@ -181,15 +186,18 @@ class ManyNodes(_Cycles):
     """A RedLock on all nodes."""
 
     of_five = {  # noqa: RUF012
-        "redbolt RedLock, native": (1.10, {RedlockPy.title: 6.0, "redlock-ng": 4.5, "node redlock": 2.0}),
-        "redbolt RedLock, pure": (None, {RedlockPy.title: 2.0}),
+        "redbolt RedLock, native": (
+            {Floor.name: 1.10},
+            {RedlockPy.title: 6.0, "redlock-ng": 4.5, "node redlock": 2.0},
+        ),
+        "redbolt RedLock, pure": ({}, {RedlockPy.title: 2.0}),
     }
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, f"{len(setup.urls)} nodes")
         self.bounds = self.of_five if len(setup.urls) == 5 else {}
         self.rows.append(Floor(setup.urls, setup.key()))
-        self.add_redbolt(setup.urls)
+        self.add_redbolt("RedLock", setup.urls)
         try:
             self.rows.append(RedlockPy(setup.urls, setup.key()))
         except ImportError as error:
@@ -205,7 +213,7 @@ class OneStopped(Scenario):
         self.nodes = nodes
         self.settling = replace(self.plan, seconds=self.plan.seconds / 2)
         self.rows.append(Floor(setup.urls, setup.key()))
-        self.add_redbolt(setup.urls)
+        self.add_redbolt("RedLock", setup.urls)
         self.missing.append({"row": RedlockPy.title, "missing": "not run: it hangs for over 8 s"})
 
     @property
@@ -262,7 +270,7 @@ class ThreadsOnKeys(Scenario):
             return Threads([one() for _ in range(THREADS)])
 
         self.rows.append(threads(lambda: Floor(urls, setup.key())))
-        self.add_redbolt(urls, threads)
+        self.add_redbolt("Lock", urls, threads)
         self.rows.append(threads(lambda: RedisPy(client, setup.key())))
 
     def judge(self, name: str, slices: dict[str, list[Slice]]) -> Result:

@@ -24,7 +24,7 @@ from redbolt._clock import now_ns
 from redbolt._drive import Target, run
 from redbolt._engine import Votes, engine_for
 from redbolt._judge import GRANTED, REFUSED, drift_ns, validity_end_ns
-from redbolt._programs import EXISTS, Program
+from redbolt._programs import EXISTS, FORGET, Program
 from redbolt._steps.acquire import acquire, foreign_type, unavailable
 from redbolt._steps.release import conclude, release
 from redbolt.errors import LockError, LockLost, LockNotOwned, LockTimeout
@@ -101,6 +101,7 @@ class Body(ABC):
             self._key, self._lease_ms, self._quorum, drift_ns(self._lease_ms, drift_factor), self._limit_ns
         )
         self._target = self._aim(plain)
+        self._tail = self._target[1:7]  # the arguments of a try behind its token
         self._hold = self._place()
 
     # ---- what makes a face ----
@@ -119,6 +120,10 @@ class Body(ABC):
         ``wait_ns`` is how long nodes that do not answer are asked again, None for the rest of the lease.
         """
         raise LockError(f"lock {self._key!r} is held by this caller already, and is not reentrant", self._key)
+
+    def _once_less(self, lease: Lease) -> None:
+        """The caller, who holds the lock more than once, gives it back once."""
+        raise AssertionError("a lock that is not reentrant is held once")
 
     @abstractmethod
     def _drop(self, lease: Lease) -> Command:
@@ -212,7 +217,8 @@ class Body(ABC):
         try:
             if own is None or not engine.pending(own):
                 votes = engine.votes()
-                if engine.attempt(votes, *target.arguments(own)):
+                token = target.fresh() if own is None and target.fresh is not None else own
+                if engine.attempt(votes, self._key, token, *self._tail):
                     mine = hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
                     return True
                 started_ns = started_ns or votes.started_ns
@@ -252,16 +258,20 @@ class Body(ABC):
     def release(self) -> None:
         """Give the lock back. It is no longer claimed from the moment of the call, whatever comes of it.
 
+        A reentrant lock is free when it was released as often as it was acquired; until then each release
+        begins its lease anew.
+
         Raises:
             LockNotOwned: this caller does not hold it; nothing was sent.
             LockLost: the lease had ended before, or somebody removed the key.
             ReleaseUnconfirmed: no quorum of nodes confirmed it in time. Calling again is safe; the key ends
                 with its lease anyway.
         """
-        self._release(self._current("release"))
-
-    def _release(self, lease: Lease) -> None:
         engine, hold = self._engine, self._hold
+        lease = self._current("release")
+        if lease.count > 1:
+            self._once_less(lease)
+            return
         first = not lease.release_unknown
         lease.release_unknown = True  # until we know better
         votes = engine.votes()
@@ -279,6 +289,8 @@ class Body(ABC):
             if hold.lease is None:
                 hold.lease = lease  # it can be tried again
             raise
+        if lease.latch:
+            engine.post(FORGET, lease.latch, ())
         if votes.hits:
             lease.end()
         else:

@@ -12,7 +12,7 @@ from redbolt._clock import now_ns
 from redbolt._drive import Target, run
 from redbolt._engine import MAX_KEY, Engine
 from redbolt._judge import GRANTED, REFUSED
-from redbolt._programs import COUNT, ENTER, FORCE, FORGET, HOLDS, LEAVE
+from redbolt._programs import COUNT, ENTER, FORCE, HOLDS, LEAVE
 from redbolt._steps.acquire import unavailable
 from redbolt._steps.reenter import reenter, set_count
 from redbolt.errors import LockLost
@@ -104,35 +104,36 @@ class ReentrantLock(Body):
         key = key_bytes(prefix, name)
         self._channel = companion("redisson_lock__channel", key)
         self._latch = companion("redisson_unlock_latch", key) + b":"
-        if len(self._latch) + 28 > MAX_KEY:
+        if len(self._latch) + 32 > MAX_KEY:
             raise ValueError(f"prefix and name are too long: {len(key)} bytes leave no room for its channel")
-        self._known_client = -1, b""
         self._set_up(
             (node,), name, key, timeout, sleep, blocking, blocking_timeout, thread_local,
             raise_on_release_error, retry, node_timeout, engine, None, DRIFT_FACTOR,
         )  # fmt: skip
+        self._introduce()
 
     def _aim(self, plain: Target) -> Target:
         return plain._replace(program=ENTER, extra=(self._channel,), type="hash", fresh=self._owner)
 
     def _owner(self) -> bytes:
         """An owner for one acquisition: as Redisson's, the id of the client and a number, used only once."""
-        return b"%b:%d" % (self._client(), _process.number())
+        if self._generation != _process.generation:
+            self._introduce()
+        return self._owner_form % _process.number()
 
-    def _client(self) -> bytes:
-        """The id of this process as a client of the node."""
-        generation, client = self._known_client
-        if generation != _process.generation:
-            client = _process.client_id(self._engine.nodes)
-            self._known_client = _process.generation, client
-        return client
+    def _introduce(self) -> None:
+        """Get to know the id of this process as a client of the node; a fork has another one."""
+        self._generation = _process.generation
+        client = _process.client_id(self._engine.nodes)
+        self._owner_form = client + b":%d"
+        self._latch_form = self._latch.replace(b"%", b"%%") + client[-12:] + b"%020x"
 
     def _place(self) -> Any:
         return _Place(self._engine, self._key)
 
     def _drop(self, lease: Lease) -> Command:
         if not lease.latch:  # made once, and kept when the release is repeated
-            lease.latch = b"%b%b%016x" % (self._latch, self._client()[-12:], _process.number())
+            lease.latch = self._latch_form % _process.number()
         return LEAVE, (lease.token, self._channel, lease.latch, _LATCH_MS)
 
     def _prolong(self, lease: Lease, length_ms: int) -> Command:
@@ -156,22 +157,7 @@ class ReentrantLock(Body):
         self._forget(lease)
         return False
 
-    def release(self) -> None:
-        """Give back one of the caller's holds; with the last one the lock is free.
-
-        While holds are left, the lease begins anew.
-
-        Raises:
-            LockNotOwned: this thread does not hold it; nothing was sent.
-            LockLost: the lease had ended before, or somebody removed the key.
-            ReleaseUnconfirmed: the node did not confirm the last one in time. Calling again is safe; the key
-                ends with its lease anyway.
-        """
-        lease = self._current("release")
-        if lease.count == 1:
-            self._release(lease)
-            self._engine.post(FORGET, lease.latch, ())
-            return
+    def _once_less(self, lease: Lease) -> None:
         # Counts are set and not added to, so it does not matter if the server hears nothing of this one.
         lease.count -= 1
         if lease.held:
