@@ -40,6 +40,9 @@ cdef class Votes:
     cdef uint8_t[MOST_NODES] vote
     cdef char* causes
 
+    def __cinit__(self):
+        self.token = b""
+
     def __dealloc__(self):
         free(self.causes)
 
@@ -80,6 +83,7 @@ cdef class Votes:
 cdef class Engine:
     """Rounds on a fixed tuple of nodes; see `redbolt._engine.Engine`."""
 
+    cdef object __weakref__
     cdef Engine_* e
     cdef int generation
     cdef readonly tuple nodes

@@ -20,12 +20,12 @@ def seconds(value: float, what: str, *, zero: bool = False) -> float:
     """A finite number of seconds above 0 (or from 0, with ``zero``)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{what} must be a number of seconds, not {type(value).__name__}")
+    if value > _LONGEST_MS / 1000 and value != math.inf:
+        raise ValueError(f"{what} must be less than a hundred years")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         raise ValueError(
             f"{what} must be a finite number of seconds {'from' if zero else 'above'} 0, not {value!r}"
         )
-    if value * 1000 > _LONGEST_MS:
-        raise ValueError(f"{what} must be less than a hundred years, not {value!r} seconds")
     return value
 
 

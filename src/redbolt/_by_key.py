@@ -31,11 +31,7 @@ class ByKey:
     def _target(self, key: bytes, lease_ms: int) -> Target:
         return Target(key, lease_ms, self._quorum, drift_ns(lease_ms, self._drift_factor), self._limit_ns)
 
-    def take(self, key: bytes, lease_ms: int, retry: Retry) -> Votes | None:
-        """Take a lock; None if it stayed taken. An interrupt after the return may lose the token."""
-        return self.take_as(key, lease_ms, retry, lambda votes: votes)
-
-    def take_as(self, key: bytes, lease_ms: int, retry: Retry, result: Callable[[Votes | None], T]) -> T:
+    def take(self, key: bytes, lease_ms: int, retry: Retry, result: Callable[[Votes | None], T]) -> T:
         """Take a lock, and return what ``result`` makes of it: of the votes of the granted try, or of None
         if it stayed taken.
 

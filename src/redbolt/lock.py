@@ -11,6 +11,7 @@ from redbolt._arguments import check_tries, key_bytes, lease_ms, seconds, token_
 from redbolt._body import DRIFT_FACTOR, REDLOCK_LIMIT, Body, Command, node_limit
 from redbolt._by_key import ByKey
 from redbolt._clock import now_ns
+from redbolt._engine import Votes
 from redbolt._programs import DROP, EXTEND, OWNED
 from redbolt.lease import Lease
 from redbolt.node import NodeLike, as_node, as_nodes
@@ -96,6 +97,13 @@ class Grant(TypedDict):
     """How many servers had granted it when the quorum was reached; 0 if it was not granted."""
 
 
+def _grant(votes: Votes | None) -> Grant:
+    if votes is None:
+        return Grant(validity=False, token=None, validity_ms=0, servers=0)
+    left_ms = max(0, votes.valid_until_ns - now_ns()) // 1_000_000
+    return Grant(validity=True, token=votes.token.decode(), validity_ms=left_ms, servers=votes.yes)
+
+
 class RedLock(Lock):
     """A mutual exclusion lock on a quorum of independent Redis or Valkey servers.
 
@@ -171,11 +179,7 @@ class RedLock(Lock):
             ValueError, TypeError: an argument cannot work; nothing was sent.
         """
         key, length_ms = key_bytes(self._prefix, resource), self._ttl(ttl_ms)
-        votes = self._by_key.take(key, length_ms, self._manager_retry)
-        if votes is None:
-            return Grant(validity=False, token=None, validity_ms=0, servers=0)
-        left_ms = max(0, votes.valid_until_ns - now_ns()) // 1_000_000
-        return Grant(validity=True, token=votes.token.decode(), validity_ms=left_ms, servers=votes.yes)
+        return self._by_key.take(key, length_ms, self._manager_retry, _grant)
 
     def unlock(self, resource: str | bytes, token: str | bytes) -> bool:
         """Give the lock on a resource back.
@@ -227,4 +231,4 @@ class RedLock(Lock):
     def _ttl(self, ttl_ms: int) -> int:
         if isinstance(ttl_ms, bool) or not isinstance(ttl_ms, int):
             raise TypeError(f"ttl_ms must be an int, not {type(ttl_ms).__name__}")
-        return lease_ms(ttl_ms / 1000, self._drift_factor, "ttl_ms")
+        return lease_ms(min(ttl_ms, 1 << 60) / 1000, self._drift_factor, "ttl_ms")

@@ -93,7 +93,7 @@ class Locker:
         """
         name = key_bytes(self._prefix, key)
         retry = Retry(check_tries(retry_times, "retry_times"), seconds(retry_delay, "retry_delay", zero=True))
-        return self._by_key.take_as(name, lease_ms(timeout, DRIFT_FACTOR), retry, _token)
+        return self._by_key.take(name, lease_ms(timeout, DRIFT_FACTOR), retry, _token)
 
     def release(self, key: str | bytes, token: str | bytes) -> bool:
         """Give the lock on a key back.

@@ -73,8 +73,8 @@ def acquire(
         True when granted, False when it stayed taken.
 
     Raises:
-        NodesUnavailable: no quorum could be reached until the end, or without a deadline for one lease
-            length.
+        NodesUnavailable: no quorum could be reached until the end, or without a deadline or number of tries
+            for one lease length.
         SetupError: a quorum is impossible, and waiting cannot mend it.
     """
     votes, tries, splits, type_known, last_chance = first, int(first is not None), 0, False, False
@@ -91,9 +91,8 @@ def acquire(
         else:
             error = unavailable(engine, votes, target, "cannot acquire")
             silent_ns = votes.ended_ns - reached_ns
-            if isinstance(error, SetupError) or (
-                deadline_ns is None and silent_ns >= target.lease_ms * 1_000_000
-            ):
+            unbounded = deadline_ns is None and retry.count is None
+            if isinstance(error, SetupError) or (unbounded and silent_ns >= target.lease_ms * 1_000_000):
                 raise error
             pause = retry.pause(tries)
         now = now_ns()
