@@ -158,10 +158,11 @@ class ReentrantLock(Body):
         try:
             if run(reenter(self._engine, self._target, lease, retry, deadline_ns), self._engine):
                 return True
-            self._forget(lease)
         except BaseException:
             lease.count = count  # an interrupt may also come when it was counted already
             raise
+        lease.count = count
+        self._forget(lease)
         return False
 
     def _once_less(self, lease: Lease) -> None:

@@ -36,7 +36,7 @@ def set_count(engine: Engine, target: Target, lease: Lease) -> Generator[Step, N
 def reenter(
     engine: Engine, target: Target, lease: Lease, retry: Retry, deadline_ns: int | None
 ) -> Generator[Step, None, bool]:
-    """Count one hold more.
+    """Count one hold more. The caller sets the count back if nothing comes of it.
 
     Returns:
         True when it is counted; False when the lock was not held any more, or not until then.
@@ -48,22 +48,17 @@ def reenter(
     """
     tries = 0
     lease.count += 1
-    try:
-        while lease.held:
-            votes = yield from set_count(engine, target, lease)
-            if votes.verdict == GRANTED and lease.held:
-                return True
-            if votes.verdict != UNDECIDED:  # refused, or so late that no validity is left
-                break
-            tries += 1
-            wake_ns = now_ns() + int(retry.pause(tries) * 1e9)
-            over = retry.count is not None and tries >= retry.count
-            error = unavailable(engine, votes, target, "cannot acquire")
-            if isinstance(error, SetupError) or over or (deadline_ns is not None and wake_ns >= deadline_ns):
-                raise error
-            yield Sleep(wake_ns)
-    except BaseException:
-        lease.count -= 1
-        raise
-    lease.count -= 1
+    while lease.held:
+        votes = yield from set_count(engine, target, lease)
+        if votes.verdict == GRANTED and lease.held:
+            return True
+        if votes.verdict != UNDECIDED:  # refused, or so late that no validity is left
+            break
+        tries += 1
+        wake_ns = now_ns() + int(retry.pause(tries) * 1e9)
+        over = retry.count is not None and tries >= retry.count
+        error = unavailable(engine, votes, target, "cannot acquire")
+        if isinstance(error, SetupError) or over or (deadline_ns is not None and wake_ns >= deadline_ns):
+            raise error
+        yield Sleep(wake_ns)
     return False
