@@ -66,11 +66,11 @@ def cycle(lock: Lock) -> None:
         ("redis://example.org?socket_timeout=0.5", Node("example.org")),
         (
             "redis://example.org?protocol=3&health_check_interval=30&decode_responses=True",
-            Node("example.org"),
+            Node("example.org", protocol=3),
         ),
         (
             "redis://example.org?client_name=me&max_connections=5&socket_connect_timeout=1",
-            Node("example.org"),
+            Node("example.org", client_name="me", connect_timeout=1),
         ),
     ],
 )
@@ -88,7 +88,8 @@ def test_a_socket_timeout_in_the_url() -> None:
 @pytest.mark.parametrize(
     ("url", "match"),
     [
-        ("rediss://example.org", "TLS"),
+        ("rediss://example.org?something=1", "something"),
+        ("rediss://example.org?ssl_cert_reqs=some", "Certificate"),
         ("valkeys://example.org", "not the URL"),
         ("http://example.org", "not the URL"),
         ("example.org:6379", "not the URL"),
@@ -117,7 +118,8 @@ def test_a_bad_url_does_not_show_its_password() -> None:
         "http://ann:sesame@example.org",
         "redis://ann:sesame@example.org:port",
         "redis://:sesame@example.org?something=1",
-        "rediss://:sesame@example.org",
+        "rediss://:sesame@example.org?something=1",
+        "rediss://:sesame@example.org?ssl_cert_reqs=some",
         "redis://example.org?password=sesame&something=1",
         "redis://:sesame@example.org:99999",
     ):
@@ -154,6 +156,12 @@ def test_a_bad_url_does_not_show_its_password() -> None:
         ({"socket_timeout": float("inf")}, ValueError),
         ({"socket_timeout": "1"}, TypeError),
         ({"socket_timeout": True}, TypeError),
+        ({"connect_timeout": 0}, ValueError),
+        ({"connect_timeout": "1"}, TypeError),
+        ({"client_name": 1}, TypeError),
+        ({"protocol": 4}, ValueError),
+        ({"protocol": True}, ValueError),
+        ({"dialer": redis.Redis}, TypeError),
     ],
 )
 def test_a_node_that_is_none(arguments: dict[str, Any], error: type[Exception]) -> None:

@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from redbolt._clock import now_ns
-from redbolt._judge import FAULT, falls_back
+from redbolt._judge import FAULT, falls_back, lacks_hello
 from redbolt._programs import TYPE
+from redbolt._pure.agent import NEVER
 from redbolt._pure.resolve import Address
 from redbolt._pure.resp import (
     ERROR,
@@ -74,10 +75,12 @@ _LATER = frozenset((errno.EAGAIN, errno.EWOULDBLOCK))
 Slot: TypeAlias = tuple[Task, int, int]
 """A command whose reply is awaited: task, form, size in bytes."""
 
-_HELLO = Task(
-    Plan(TYPE), b"", (), 0, 0, 0
-)  # stands for a command of the handshake: an error ends the connection
-_PING = Task(Plan(TYPE), b"", (), 0, 0, 0)  # stands for one to which any reply will do
+# These stand for the commands of the handshake.
+_LOGIN = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error ends the connection
+_HELLO = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error ends it, and the next one goes without
+_NAME = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error is remembered
+_PING = Task(Plan(TYPE), b"", (), 0, 0, 0)  # any reply will do
+_OPTIONAL = {b"HELLO": _HELLO, b"CLIENT": _NAME}
 
 
 class Connection:
@@ -85,8 +88,8 @@ class Connection:
 
     __slots__ = (
         "_addresses", "_look_up", "again_ns", "backlog", "box", "busy", "carried", "cause", "channel",
-        "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns", "out", "polled", "proven", "reader",
-        "sane", "site", "slots", "sock", "state", "until_ns",
+        "connect_by_ns", "degraded", "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns", "out",
+        "polled", "proven", "reader", "sane", "site", "slots", "sock", "state", "until_ns",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, site: Site, now: int, limit_ns: int) -> None:
@@ -113,6 +116,8 @@ class Connection:
         self.doubtful = False  # some delete is unanswered whose form the node may not know
         self.reader = Reader()
         self.again_ns = 0  # connecting is to be tried again then, if not 0
+        self.connect_by_ns = now + site.connect_ns if site.connect_ns else NEVER  # a round waits no longer
+        self.degraded = False  # it ended by what the node can do without: the next one goes without
         self._addresses: Iterator[Address] = iter(())
         self._look_up = site.resolver.addresses()
 
@@ -199,9 +204,9 @@ class Connection:
         site = self.site
         self.state = HANDSHAKE
         with self.lock:
-            for words in site.hello:
-                self.put(_HELLO, 0, words)
-            if not site.hello:
+            for words in site.node.handshake(not site.no_hello, not site.no_name):
+                self.put(_OPTIONAL.get(words[0], _LOGIN), 0, pack_command(words))
+            if not self.slots:
                 if site.suspect and not site.no_ping:
                     self.put(_PING, 0, pack_command((b"PING",)))
                 else:
@@ -351,12 +356,16 @@ class Connection:
     def _rare(self, task: Task, form: int, reply: Reply, current: Task | None) -> Answer | None:
         """The answer of an uncommon reply; None if it is none (and the connection maybe BROKEN)."""
         kind, value = reply
-        if task is _PING:
+        if task is _PING or task is _NAME:
+            if kind == ERROR and task is _NAME:
+                self.site.no_name = True
             return None
-        if task is _HELLO:
+        if task is _HELLO or task is _LOGIN:
             if kind == ERROR:
                 assert isinstance(value, bytes)
-                self.end(self.site.scrubbed(text_of(value)), BROKEN)
+                if task is _HELLO and lacks_hello(value):
+                    self.site.no_hello = self.degraded = True
+                self.end(self.site.node.scrubbed(text_of(value)), BROKEN)
             return None
         plan = task.plan
         if kind == ERROR and form < plan.last and falls_back(value):  # type: ignore[arg-type]
@@ -384,7 +393,7 @@ class Connection:
     def _unasked(self, reply: Reply) -> str:
         kind, value = reply
         if kind in (ERROR, STATUS) and isinstance(value, bytes) and value:
-            return self.site.scrubbed(text_of(value))
+            return self.site.node.scrubbed(text_of(value))
         return "a reply that nobody asked for"
 
     # ---- ending ----
@@ -431,7 +440,8 @@ class Connection:
     def draw_conclusions(self) -> bool:
         """The server has ended it: see what that tells about the oldest command.
 
-        Proxies hang up on commands that they do not know. Returns True if the node gets another form of it.
+        Proxies hang up on commands that they do not know. Returns True if the node gets another form of it,
+        or can do without it.
         """
         site = self.site
         if not self.slots:
@@ -441,6 +451,11 @@ class Connection:
         if task is _PING:
             site.no_ping = True
             return False
+        if task is _HELLO or task is _NAME:
+            site.no_hello |= task is _HELLO
+            site.no_name |= task is _NAME
+            self.degraded = True
+            return True
         unproven = plan.proofs[form] & ~site.proven
         if unproven and site.forms[plan.index] == form:
             site.forms[plan.index] = form + 1

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from redbolt._programs import PROGRAMS
 from redbolt._pure.resolve import Resolver
-from redbolt._pure.resp import pack_command
 from redbolt._pure.task import Debt
 from redbolt.node import Node
 
@@ -22,16 +21,18 @@ class Site:
     """What the engine knows of one node."""
 
     __slots__ = (
-        "away", "back_off_ns", "cause", "forms", "hello", "index", "next_connect_ns", "no_ping", "node",
-        "orphans", "proven", "resolver", "suspect",
+        "away", "back_off_ns", "cause", "connect_ns", "forms", "index", "next_connect_ns", "no_hello",
+        "no_name", "no_ping", "node", "orphans", "proven", "resolver", "suspect",
     )  # fmt: skip
 
     def __init__(self, index: int, node: Node, on_resolved: Callable[[], None]) -> None:
         self.index = index
         self.node = node
-        self.hello = [pack_command(words) for words in node.handshake()]
+        self.connect_ns = int((node.connect_timeout or 0) * 1e9)  # most that a round waits for it; 0: its own
         self.resolver = Resolver(node, on_resolved)
         self.no_ping = False
+        self.no_hello = False
+        self.no_name = False  # it does not let connections have a name
         self.reset()
 
     def reset(self) -> None:
@@ -69,6 +70,7 @@ class Site:
             self.away = False
             self.forms = [0] * len(PROGRAMS)
             self.proven = 0
+            self.no_hello = self.no_name = False
 
     def add_orphan(self, debt: Debt, expires_ns: int) -> None:
         """Owe the node a delete."""
@@ -82,8 +84,3 @@ class Site:
         for debt, expires_ns in list(self.orphans.items()):
             if expires_ns <= now:
                 self.orphans.pop(debt, None)
-
-    def scrubbed(self, text: str) -> str:
-        """A server's text without our password, which some servers repeat."""
-        password = self.node.password
-        return text.replace(password, "***") if password else text
