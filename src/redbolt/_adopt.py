@@ -102,6 +102,7 @@ def refusal(thing: object) -> str:
     """Why something is no node, and what to pass instead."""
     kind = type(thing)
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
+    names = [name for name in names if ".commands." not in name]
     for word, instead in (
         (".asyncio.", "the settings of an asyncio client are not read: pass a URL, or a plain client"),
         ("Cluster", "a lock lives on single servers, not on a cluster: pass the URL of one of them"),
@@ -155,7 +156,6 @@ def _is_usual(name: str, value: object) -> bool:
 
 
 def _dialer(kind: type, settings: Mapping[str, Any], what: str) -> Dialer:
-    raise ValueError(f"{what} is not supported yet")
     arguments = {name: value for name, value in settings.items() if name not in _NOT_DIALLED}
     for name in ("driver_info", "lib_name", "lib_version"):  # saves two round trips; and one hangs up on them
         if name in arguments:

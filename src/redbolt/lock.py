@@ -14,7 +14,7 @@ from redbolt import _process
 from redbolt._arguments import check_bool, key_bytes, lease_ms, milliseconds, seconds, token_bytes
 from redbolt._clock import now_ns
 from redbolt._drive import Target, run
-from redbolt._engine import Votes, engine_for
+from redbolt._engine import EngineChoice, Votes, chosen
 from redbolt._judge import GRANTED, REFUSED, drift_ns, validity_end_ns
 from redbolt._programs import DROP, EXISTS, EXTEND, OWNED
 from redbolt._steps.acquire import acquire, foreign_type, unavailable
@@ -45,8 +45,8 @@ class Lock:
     redsync and node-redlock, so they and this lock exclude one another.
 
     Args:
-        client: the node: a URL (``redis://``, ``unix://``), a plain ``redis.Redis`` whose settings are
-            copied, or a `Node`.
+        client: the node: a URL (``redis://``, ``rediss://``, ``unix://``), a ``redis.Redis`` or
+            ``valkey.Valkey`` whose settings are copied, or a `Node`.
         name: name of the lock.
         timeout: length of the lease in seconds; rounded up to whole milliseconds. None (the default) for 30
             seconds.
@@ -137,7 +137,7 @@ class Lock:
         self._limit_ns = milliseconds(node_timeout, "node_timeout") * 1_000_000
         self._drift_ns = drift_ns(self._lease_ms, drift_factor)
         self._target = Target(self._key, self._lease_ms, self._quorum, self._drift_ns, self._limit_ns)
-        self._engine = engine_for(nodes, engine)
+        self._engine, self._choice = chosen(nodes, engine)
         self._hold: Any = _ThreadHold() if thread_local else SimpleNamespace(lease=None)
 
     def __repr__(self) -> str:
@@ -148,6 +148,11 @@ class Lock:
     def nodes(self) -> tuple[Node, ...]:
         """The servers it lives on."""
         return self._engine.nodes
+
+    @property
+    def engine_choice(self) -> EngineChoice:
+        """Which engine it uses, and why; ``redbolt.engine(lock)`` tells the same."""
+        return self._choice
 
     @property
     def lease(self) -> Lease | None:

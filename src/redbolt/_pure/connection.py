@@ -23,7 +23,7 @@ from redbolt._clock import now_ns
 from redbolt._judge import FAULT, falls_back, lacks_hello
 from redbolt._programs import TYPE
 from redbolt._pure.agent import NEVER
-from redbolt._pure.resolve import Address
+from redbolt._pure.resolve import Address, LookUp
 from redbolt._pure.resp import (
     ERROR,
     PUSH,
@@ -41,6 +41,7 @@ from redbolt._pure.task import Debt, Task, delete_task
 
 if TYPE_CHECKING:
     from redbolt._pure.channel import Channel
+    from redbolt._pure.dial import Dial, Dialing
 
 __all__ = [
     "BROKEN",
@@ -66,6 +67,7 @@ CLOSED: Final = 7
 
 MOST_BACKLOG: Final = 262_144  # bytes of unanswered commands
 _LEAST_SILENCE_NS = 1_000_000_000
+_DIAL_NS = 25_000_000_000  # so long a dial may take, which has its own timeouts
 _READ = 16_384
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 _AGAIN_NS = 1_000_000
@@ -87,9 +89,9 @@ class Connection:
     """See the module."""
 
     __slots__ = (
-        "_addresses", "_look_up", "again_ns", "backlog", "box", "busy", "carried", "cause", "channel",
-        "connect_by_ns", "degraded", "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns", "out",
-        "polled", "proven", "reader", "sane", "site", "slots", "sock", "state", "until_ns",
+        "_addresses", "_dial", "_look_up", "again_ns", "backlog", "box", "busy", "carried", "cause",
+        "channel", "connect_by_ns", "degraded", "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns",
+        "out", "polled", "proven", "reader", "sane", "site", "slots", "sock", "state", "until_ns",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, site: Site, now: int, limit_ns: int) -> None:
@@ -119,7 +121,8 @@ class Connection:
         self.connect_by_ns = now + site.connect_ns if site.connect_ns else NEVER  # a round waits no longer
         self.degraded = False  # it ended by what the node can do without: the next one goes without
         self._addresses: Iterator[Address] = iter(())
-        self._look_up = site.resolver.addresses()
+        self._dial: Dial | None = None  # what makes it, if its node has it dialled
+        self._look_up = site.resolver.addresses() if site.dialing is None else LookUp()
 
     # ---- opening ----
 
@@ -139,7 +142,9 @@ class Connection:
 
     def _proceed(self, now: int, events: int) -> None:
         if self.state == RESOLVING:
-            if self._look_up.done:
+            if self.site.dialing is not None:
+                self._take_over(self.site.dialing)
+            elif self._look_up.done:
                 if not self._look_up.addresses:
                     self.end(f"cannot resolve its name: {self._look_up.error}")
                     return
@@ -197,6 +202,18 @@ class Connection:
         if error:
             self._next_address(now, os.strerror(error))
         else:
+            self._greet()
+
+    def _take_over(self, dialing: Dialing) -> None:
+        """Have it dialled, and go on with its socket; the dial has said all of the handshake."""
+        dial = self._dial
+        if dial is None:
+            dial = self._dial = dialing.begin()
+        if dial.done and dial.socket is None:
+            self.end(dial.cause)
+        elif dial.done:
+            self.sock = dial.socket
+            self.fd = dial.socket.fileno()
             self._greet()
 
     def _greet(self) -> None:
@@ -430,6 +447,8 @@ class Connection:
 
     def replace_ns(self) -> int:
         """When it is given up, if `awaits` still holds."""
+        if self.state == RESOLVING and self.site.dialing is not None:
+            return self.opened_ns + _DIAL_NS
         return self.oldest_ns() + max(_LEAST_SILENCE_NS, 4 * (self.due_ns() - self.oldest_ns()))
 
     def overdue_text(self) -> str:
@@ -485,6 +504,8 @@ class Connection:
         self.state = CLOSED
 
     def _shut_box(self) -> None:
+        if self._dial is not None:
+            self._dial.drop()
         for sock in self.box:
             sock.close()
         self.box.clear()
