@@ -156,7 +156,11 @@ def _is_usual(name: str, value: object) -> bool:
 
 
 def _dialer(kind: type, settings: Mapping[str, Any], what: str) -> Dialer:
-    arguments = {name: value for name, value in settings.items() if name not in _NOT_DIALLED}
+    arguments = {
+        name: value
+        for name, value in settings.items()
+        if name not in _NOT_DIALLED and type(value) is not object  # a bare object says "not given"
+    }
     for name in ("driver_info", "lib_name", "lib_version"):  # saves two round trips; and one hangs up on them
         if name in arguments:
             arguments[name] = None
