@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 CORE := setup.py pyproject.toml $(wildcard _core/*.pyx _core/*.pxi _core/*.pxd _core/*.h)
 SANITIZED := build/sanitize
 
-.PHONY: setup bench test lint format sanitize wheel mutants clean
+.PHONY: setup bench bench-micro test lint format sanitize wheel mutants peer-suites clean
 .DEFAULT_GOAL := setup
 
 setup: $(VENV)/.core
@@ -32,11 +32,18 @@ $(VENV)/.core: $(VENV)/.deps $(CORE)
 bench: setup
 	$(BIN)/python -m bench --quick $(ARGS)
 
+bench-micro: setup
+	$(BIN)/python -m pytest bench/micro --benchmark-warmup=on --benchmark-disable-gc --benchmark-max-time=0.5 \
+		--benchmark-group-by=group --benchmark-sort=name --benchmark-columns=min,median,iqr,rounds $(ARGS)
+
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 mutants: setup
 	$(BIN)/python -m tests.mutants $(ARGS)
+
+peer-suites: setup
+	$(BIN)/python -m tests.peer_suites $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

@@ -129,7 +129,7 @@ cdef int look_after(Engine_* e, pollfd* fds, int n, int room, int64_t* due) noex
             look_after_conn(e, conn, first, now, due)
             ch.late |= late_tags(conn)
             if n < room and (conn.slots or conn.out.length or conn.state < READY) and conn_interest(conn):
-                if e.node[i].suspect or conn.out.length or conn.state < READY:
+                if e.node[i].suspect or conn.state < READY or (conn.out.length and not conn.held_ns):
                     fds[n].fd = conn.fd
                     fds[n].events = conn_interest(conn)
                     n += 1
@@ -148,7 +148,10 @@ cdef void look_after_conn(Engine_* e, Conn* conn, bint first, int64_t now, int64
     cdef long long silent_ms
     cdef Slot* oldest
     if conn.state == READY or conn.state == HANDSHAKE:
-        conn_flush(conn)
+        if conn.held_ns > now:
+            due[0] = min(due[0], conn.held_ns)
+        else:
+            conn_flush(conn)
         if conn.slots:
             conn_read(e, NULL, conn, NULL)
     elif conn.state != CLOSED:

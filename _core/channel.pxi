@@ -199,7 +199,9 @@ cdef void put_back(Round* r) noexcept nogil:
         conn = &ch.conn[i]
         if e.node[i].orphans:
             due = min(due, max(r.ended_ns, e.node[i].next_connect_ns))
-        if conn.out.length or e.node[i].suspect or CLOSED < conn.state < READY:
+        if conn.held_ns:
+            due = min(due, conn.held_ns)
+        elif conn.out.length or e.node[i].suspect or CLOSED < conn.state < READY:
             due = min(due, soon)
         elif conn.slots:
             due = min(due, r.ended_ns + r.limit_ns)

@@ -12,6 +12,7 @@ cdef enum:
     HANDSHAKE_HELLO = -3        # an error ends the connection, and the next one goes without
     HANDSHAKE_NAME = -4         # an error is remembered
 
+cdef int64_t HELD_NS = 50_000_000
 cdef int64_t RETIRE_NS = 1_000_000_000
 cdef int64_t LONGEST_RETIRE_NS = 30_000_000_000
 cdef char* PING = b"*1\r\n$4\r\nPING\r\n"
@@ -61,12 +62,8 @@ cdef bint conn_put(Conn* conn, const char* bytes, size_t length, Slot* slot) noe
     On False nothing was queued. A socket that fails here is left to its reader, who sees the same.
     """
     cdef ssize_t sent
-    if conn.slots and conn.backlog + length > MOST_BACKLOG:
+    if not conn_add(conn, length, slot):
         return False
-    slot.size = <uint32_t>length
-    if not text_reserve(&conn.out, length) or not conn_push(conn, slot):
-        return False
-    packed_keep(slot.spare)
     if conn.out.length == 0:
         sent = send(conn.fd, bytes, length, MSG_NOSIGNAL | MSG_DONTWAIT)
         if sent < 0:
@@ -79,9 +76,31 @@ cdef bint conn_put(Conn* conn, const char* bytes, size_t length, Slot* slot) noe
     return True
 
 
+cdef bint conn_hold(Conn* conn, const char* bytes, size_t length, Slot* slot) noexcept nogil:
+    """Queue a whole command and its slot, to go out with the next one or when the agent looks."""
+    if not conn_add(conn, length, slot):
+        return False
+    if conn.out.length == 0:
+        conn.held_ns = rb_now_ns() + HELD_NS
+    text_add(&conn.out, bytes, length)
+    return True
+
+
+cdef bint conn_add(Conn* conn, size_t length, Slot* slot) noexcept nogil:
+    """Note a slot, and make room for its command; False if that is too much."""
+    if conn.slots and conn.backlog + length > MOST_BACKLOG:
+        return False
+    slot.size = <uint32_t>length
+    if not text_reserve(&conn.out, length) or not conn_push(conn, slot):
+        return False
+    packed_keep(slot.spare)
+    return True
+
+
 cdef void conn_flush(Conn* conn) noexcept nogil:
     """Send what is queued, as far as the socket takes it. The mutex is held."""
     cdef ssize_t sent
+    conn.held_ns = 0
     while conn.out.length:
         sent = send(conn.fd, conn.out.bytes, conn.out.length, MSG_NOSIGNAL | MSG_DONTWAIT)
         if sent <= 0:
@@ -103,7 +122,7 @@ cdef void conn_reset(Conn* conn) noexcept nogil:
     conn.shaking = 0
     conn.heard = 0
     conn.degraded = 0
-    conn.again_ns = 0
+    conn.again_ns = conn.held_ns = 0
 
 
 cdef void distrust_form(NodeState* node, int program, int form) noexcept nogil:
@@ -352,7 +371,7 @@ cdef inline short conn_interest(Conn* conn) noexcept nogil:
     if conn.state == CONNECTING:
         return POLLOUT if conn.fd >= 0 else 0
     if conn.state >= HANDSHAKE:
-        return POLLIN | POLLOUT if conn.out.length else POLLIN
+        return POLLIN | POLLOUT if conn.out.length and not conn.held_ns else POLLIN
     return 0
 
 

@@ -84,6 +84,7 @@ cdef struct Conn:
     int64_t limit_ns            # how long connecting may take
     int64_t opened_ns
     int64_t again_ns            # connect() is to be called again then (backlog full), 0 otherwise
+    int64_t held_ns             # what is queued may wait until then for a command to go along with, 0: no more
     int heard                   # some reply has come
     int degraded                # it ends by what the node can do without: the next one goes without
     uint8_t[MOST_PROGRAMS] proven   # a bit per form: answered on this connection
@@ -177,6 +178,7 @@ cdef struct Round:
     int64_t undo_life_ns        # how long its undo is remembered
     int64_t valid_ns            # of a try: length of the lease less drift
     int waits                   # 0: nobody waits for the replies
+    int held                    # it goes out with the next command of its connection
     int generation
     Packed* spare
     int64_t started_ns

@@ -222,13 +222,13 @@ cdef class Engine:
         tuple extra not None=(),
     ):
         """Queue a token-checked delete, and wait for nobody."""
-        self.queue(DROP if program is None else program.index, key, (token, *extra), touched)
+        self.queue(DROP if program is None else program.index, key, (token, *extra), touched, False)
 
     def post(self, program, bytes key not None, tuple args not None):
-        """Send a program to the nodes that can get it at once, and wait for nobody."""
-        self.queue(program.index, key, args, -1)
+        """Have a program go along with the next command to each ready node, or a little later alone."""
+        self.queue(program.index, key, args, -1, True)
 
-    cdef int queue(self, int program, bytes key, tuple args, int64_t touched) except -1:
+    cdef int queue(self, int program, bytes key, tuple args, int64_t touched, bint held) except -1:
         cdef Round r
         if self.generation != rb_generation:
             self.set_up()
@@ -241,6 +241,7 @@ cdef class Engine:
         if prog[program].writes:
             r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
         r.undo_life_ns = DELETE_LIFE_NS
+        r.held = held
         r.engine = self.e
         r.quorum = 1
         r.limit_ns = 1000 * MS

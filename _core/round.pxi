@@ -46,7 +46,12 @@ cdef void round_send(Round* r, Conn* conn, int form) noexcept nogil:
     slot.program = <int8_t>r.program
     slot.form = <uint8_t>form
     slot.spare = r.spare
-    if round_pack(r, form) and conn_put(conn, ch.form_bytes[form].bytes, ch.form_bytes[form].length, &slot):
+    cdef bint done = round_pack(r, form)
+    if done and r.held:
+        done = conn_hold(conn, ch.form_bytes[form].bytes, ch.form_bytes[form].length, &slot)
+    elif done:
+        done = conn_put(conn, ch.form_bytes[form].bytes, ch.form_bytes[form].length, &slot)
+    if done:
         ch.sent[conn.node] = 1
     else:
         set_fault(ch, conn.node, b"too many unanswered commands")

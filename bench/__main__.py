@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import redbolt
+from bench import environments
 from bench.cores import HOW, Cores, can_pin
-from bench.report import Progress, head, lines
+from bench.peers import PEERS
+from bench.report import Progress, draw, head, lines, picture
 from bench.runner import Plan
 from bench.scenarios import Imports, ManyNodes, OneNode, OneStopped, Scenario, Setup, ThreadsOnKeys
 from redbolt.local import LocalNodes
@@ -22,9 +24,19 @@ EMBEDDED = 5
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench",
+        description=__doc__,
+        epilog="`python -m bench stock --help`: many contenders for one lock",
+    )
     add = parser.add_argument
     add("--quick", action="store_true", help="about a minute in all; without it about four")
+    add(
+        "--peers",
+        action="store_true",
+        help="more peers, each installed below build/peers when first needed; one that is missing ends the "
+        "run, with --quick it is left out",
+    )
     add("--engine", choices=("native", "pure", "both"), default="both", help="default: both")
     add("--nodes", nargs="+", metavar="URL", help="servers to use, the first one for one node")
     add("--unix", action="store_true", help="reach the throwaway servers by unix sockets")
@@ -38,12 +50,30 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--seconds", type=float, metavar="S", help=f"a slice; {FULL.seconds}; quick: {QUICK.seconds}")
     add("--cycles", type=int, metavar="N", help="most cycles in a slice; default: as many as fit")
     add("--json", metavar="FILE", help="write all figures; - for stdout, the table then goes to stderr")
+    add("--plot", metavar="FILE.svg", type=Path, help="draw how the durations of the cycles are distributed")
     args = parser.parse_args(argv)
     if args.unix and args.nodes:
         parser.error("--unix is for the throwaway servers; give --nodes unix:// URLs")
     if any(value is not None and value <= 0 for value in (args.passes, args.seconds, args.cycles)):
         parser.error("--passes, --seconds and --cycles must be above 0")
+    if args.plot and (why := unfit(args.plot)):
+        parser.error(f"--plot {args.plot}: {why}")
     return args
+
+
+def unfit(plot: Path) -> str:
+    """Why the plot cannot be written there, if it cannot."""
+    if plot.suffix != ".svg":
+        return "the name must end in .svg"
+    there = plot.exists()
+    try:
+        with plot.open("ab"):
+            pass
+        if not there:
+            plot.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def plan(args: argparse.Namespace) -> Plan:
@@ -51,8 +81,24 @@ def plan(args: argparse.Namespace) -> Plan:
     return Plan(args.passes or base.passes, args.seconds or base.seconds, args.cycles or base.limit)
 
 
-def main(argv: Sequence[str]) -> int:
-    args = arguments(argv)
+def choose(setup: Setup, nodes: LocalNodes | None, stack: ExitStack) -> Iterator[Scenario]:
+    """What can be measured on these nodes; the stack closes it."""
+
+    def closed(scenario: Scenario) -> Scenario:
+        return stack.enter_context(closing(scenario))
+
+    yield closed(OneNode(setup))
+    if len(setup.urls) > 1:
+        yield closed(ManyNodes(setup))
+    if nodes:
+        yield closed(OneStopped(setup, nodes))
+    yield closed(ThreadsOnKeys(setup))
+    yield closed(Imports(setup))
+
+
+def measure(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run all scenarios, and report."""
+    plotter = environments.python("matplotlib") if args.plot else None
     with ExitStack() as stack:
         nodes = None if args.nodes else stack.enter_context(LocalNodes(EMBEDDED))
         urls = args.nodes or [node.unix_url if args.unix else node.url for node in nodes or ()]
@@ -61,19 +107,13 @@ def main(argv: Sequence[str]) -> int:
         cores = stack.enter_context(closing(Cores(urls))) if pin else None
         engines = ("native", "pure") if args.engine == "both" else (args.engine,)
         setup = Setup(urls, engines, plan(args), forced=args.engine != "both")
-
-        one_node = OneNode(setup)
-        scenarios: list[Scenario] = [one_node]
-        if len(urls) > 1:
-            scenarios.append(ManyNodes(setup))
-        if nodes:
-            scenarios.append(OneStopped(setup, nodes))
-        scenarios += [ThreadsOnKeys(setup), Imports(setup)]
-        for scenario in scenarios:
-            stack.enter_context(closing(scenario))
+        if args.peers:
+            setup.peers, setup.required = PEERS, not args.quick
+        scenarios = list(choose(setup, nodes, stack))
 
         where = f"{len(urls)} by {'--nodes' if args.nodes else 'unix socket' if args.unix else 'TCP'}"
-        top = head(urls, where, one_node.released_by, argv)
+        peers = [version for scenario in scenarios for version in scenario.versions]
+        top = head(urls, where, scenarios[0].released_by, argv, peers)
         progress = Progress(sum(scenario.steps for scenario in scenarios))
         results = []
         for scenario in scenarios:
@@ -91,7 +131,25 @@ def main(argv: Sequence[str]) -> int:
         elif args.json:
             Path(args.json).write_text(text + "\n")
         print(*lines(top, results), sep="\n", file=sys.stderr if args.json == "-" else sys.stdout)
+        if plotter:
+            cycles = (OneNode, ManyNodes)
+            each = zip(results, scenarios, strict=True)
+            panels = [(result, scenario.slices) for result, scenario in each if isinstance(scenario, cycles)]
+            draw(plotter, picture(top, panels), args.plot)
     return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["stock"]:
+        from bench import stock
+
+        return stock.main(list(argv[1:]))
+    args = arguments(argv)
+    try:
+        return measure(args, argv)
+    except environments.Unavailable as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

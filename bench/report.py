@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +18,11 @@ from typing import Any, TextIO
 import redis
 
 import redbolt
+from bench.runner import Slice
 
-__all__ = ["Progress", "head", "lines", "without_credentials"]
+__all__ = ["Progress", "draw", "head", "lines", "picture", "without_credentials"]
+
+DRAWING = Path(__file__).with_name("draw.py")
 
 # What a column shows: its heading, the key of a result, and the format.
 COLUMNS = (
@@ -96,15 +101,17 @@ def _server(url: str) -> str:
     return f"{name} {info.get(f'{name}_version') or info.get('redis_version')}"
 
 
-def head(urls: Sequence[str], where: str, released_by: str, argv: Sequence[str]) -> dict[str, str]:
-    """When, where and with what it was measured."""
+def head(
+    urls: Sequence[str], where: str, released_by: str, argv: Sequence[str], peers: Sequence[str] = ()
+) -> dict[str, str]:
+    """When, where and with what it was measured; `peers` are those in environments of their own."""
     system = platform.uname()
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": f"{_cpu()}, {os.cpu_count()} cores, {system.system} {system.release}",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "redbolt": f"{redbolt.__version__}, engine {redbolt.engine()}",
-        "peers": ", ".join(map(_version, ("redis", "hiredis", "redlock-py"))),
+        "peers": ", ".join([*map(_version, ("redis", "hiredis", "redlock-py")), *peers]),
         "servers": f"{', '.join(dict.fromkeys(map(_server, urls)))}; {where}; released by {released_by}",
         "command": " ".join(["python -m bench", *map(without_credentials, argv)]),
     }
@@ -148,3 +155,26 @@ def lines(head: Mapping[str, str], scenarios: Sequence[Mapping[str, Any]]) -> It
             yield f"| {' | '.join(cells)} |"
     yield ""
     yield "Ratios are taken within a pass, of p50 (threads: cycles/s): median over the passes (middle half)."
+
+
+def picture(
+    head: Mapping[str, str], panels: Sequence[tuple[Mapping[str, Any], Mapping[str, Sequence[Slice]]]]
+) -> dict[str, Any]:
+    """What draw.py needs: for each panel a scenario's result, and its slices by row."""
+    drawn = []
+    for result, slices in panels:
+        rows = []
+        for row in result["rows"]:
+            if row["row"] in slices:
+                took_ns = [ns for done in slices[row["row"]] for ns in done.took_ns]
+                ratio = row["floor"]["median"]
+                rows.append({"row": row["row"], "p50_us": row["p50_us"], "ratio": ratio, "took_ns": took_ns})
+        drawn.append({"title": result["title"], "rows": rows})
+    shown = ("date", "machine", "python", "redbolt", "servers")
+    return {**{name: head[name] for name in shown}, "panels": drawn}
+
+
+def draw(interpreter: Path, data: Mapping[str, Any], file: Path) -> None:
+    """Have the picture drawn, by an interpreter that has matplotlib."""
+    command = [str(interpreter), "-P", str(DRAWING), str(file)]
+    subprocess.run(command, input=json.dumps(data), text=True, check=True, timeout=300)

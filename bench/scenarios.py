@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from statistics import median
 from typing import Any
 
 import redis
+from redis.utils import HIREDIS_AVAILABLE
 
+from bench.environments import Unavailable
 from bench.floor import Floor
-from bench.peers import Redbolt, RedisPy, RedlockPy, Threads
+from bench.peers import Peer, Redbolt, RedisPy, RedlockPy, Threads, Worker
 from bench.runner import Plan, Row, Slice, figures, interleave, order, quiet, rate, ratios, summary
 from redbolt.local import LocalNodes
 
@@ -33,6 +35,9 @@ class Setup:
     engines: Sequence[str]
     plan: Plan
     forced: bool = False
+    peers: Sequence[Peer] = ()
+    required: bool = False
+    """Whether a peer that is missing ends the run; else its row says so."""
     nodes: LocalNodes | None = None
     _numbers: Iterator[int] = field(default_factory=count)
 
@@ -54,6 +59,8 @@ class Scenario:
 
     fastest = "apart"
     """Whether the floor is faster with the servers on other cores (apart) or on its own (together)."""
+    released_by = ""
+    """The command that gives back a lock on the first node; where the scenario finds it out."""
 
     def __init__(self, setup: Setup, title: str) -> None:
         self.setup = setup
@@ -61,6 +68,7 @@ class Scenario:
         self.plan = setup.plan
         self.rows: list[Row] = []
         self.missing: list[Result] = []
+        self.slices: dict[str, list[Slice]] = {}
 
     @property
     def steps(self) -> int:
@@ -76,21 +84,44 @@ class Scenario:
                 raise
             self.missing.append({"row": title, "missing": f"not run: {error.__cause__ or error}"})
 
-    def add_redbolt(self, urls: Sequence[str], wrap: Wrap | None = None) -> None:
-        """Add a row for each engine."""
+    def add_redbolt(self, what: str, urls: Sequence[str], wrap: Wrap | None = None) -> None:
+        """Add a row for each engine of one of redbolt's locks."""
         for engine in self.setup.engines:
 
             def one(engine: str = engine) -> Row:
-                return Redbolt(urls, self.setup.key(), engine)
+                return Redbolt(what, urls, self.setup.key(), engine)
 
             def make(one: Callable[[], Row] = one) -> Row:
                 return wrap(one) if wrap else one()
 
-            self.add(Redbolt.title(urls, engine), make, self.setup.forced)
+            self.add(Redbolt.title(what, engine), make, self.setup.forced)
+
+    def add_peers(self, urls: Sequence[str], many_nodes: bool) -> None:
+        """Add the peers of redbolt's lock on one node or of the one on many, installing what is missing."""
+        for peer in self.setup.peers:
+            if peer.many_nodes != many_nodes:
+                continue
+            try:
+                self.rows.append(peer.row(urls, self.setup.key()))
+            except Unavailable as error:
+                self.leave_out(peer.name, str(error))
+
+    def leave_out(self, peer: str, why: str) -> None:
+        """Say that a peer is missing; or end the run, if it is required."""
+        if self.setup.required:
+            self.close()  # half made, it has no owner yet
+            raise Unavailable(f"{peer}: {why}")
+        print(f"bench: left out: {peer}: {why}", file=sys.stderr, flush=True)
+        self.missing.append({"row": peer, "missing": f"not run: {why}"})
+
+    @property
+    def versions(self) -> list[str]:
+        """Of the peers that run in environments of their own."""
+        return [row.versions for row in self.rows if isinstance(row, Worker)]
 
     def run(self, step: Callable[[], None]) -> Result:
         """Measure, and say what came of it."""
-        slices = interleave(self.rows, self.plan, step)
+        self.slices = slices = interleave(self.rows, self.plan, step)
         results = [self.judge(row.name, slices) for row in self.rows]
         return {"title": self.title, "rows": results + self.missing}
 
@@ -105,22 +136,24 @@ class Scenario:
 
 
 class _Cycles(Scenario):
-    """Uncontended cycles of one lock, beside the floor and a peer."""
+    """Uncontended cycles of one lock, beside the floor and its peers."""
 
-    peer = ""
-    # By row: at most so many times the floor, at least so many times faster than the peer.
-    bounds: dict[str, tuple[float | None, float]]
+    # By row: at most so many times another row, at least so many times faster than a peer.
+    bounds: Mapping[str, tuple[Mapping[str, float], Mapping[str, float]]]
 
     def judge(self, name: str, slices: dict[str, list[Slice]]) -> Result:
         mine = slices[name]
         floor = summary(ratios(mine, slices[Floor.name]))
         targets = []
-        floor_bound, peer_bound = self.bounds.get(name, (None, None))
-        if floor_bound:
-            targets.append(at_most(floor_bound, "floor", floor["median"]))
-        if peer_bound and self.peer in slices:
-            times = median(ratios(slices[self.peer], mine))
-            targets.append(at_least(peer_bound, f"faster than {self.peer}", times))
+        at_most_times, faster = self.bounds.get(name, ({}, {}))
+        for other, bound in at_most_times.items():
+            if other in slices:
+                what = "floor" if other == Floor.name else other
+                targets.append(at_most(bound, what, median(ratios(mine, slices[other]))))
+        for peer, bound in faster.items():
+            if peer in slices:
+                times = median(ratios(slices[peer], mine))
+                targets.append(at_least(bound, f"faster than {peer}", times))
         return {"row": name, **figures(mine), "floor": floor, "targets": targets}
 
 
@@ -128,8 +161,12 @@ class OneNode(_Cycles):
     """A Lock on one node."""
 
     fastest = "together"
-    peer = RedisPy.title
-    bounds = {"redbolt Lock, native": (1.20, 3.2), "redbolt Lock, pure": (None, 1 / 0.85)}  # noqa: RUF012
+    bounds = {  # noqa: RUF012
+        "redbolt Lock, native": ({Floor.name: 1.20}, {RedisPy.title: 3.2}),
+        "redbolt Lock, pure": ({}, {RedisPy.title: 1 / 0.85}),
+        "redbolt ReentrantLock, native": ({"redbolt Lock, native": 1.3}, {}),
+        "redbolt compat Lock, native": ({}, {RedisPy.title: 3.0}),
+    }
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, "one node")
@@ -137,23 +174,35 @@ class OneNode(_Cycles):
         floor = Floor(urls, setup.key())
         self.released_by = floor.released_by
         self.rows.append(floor)
-        self.add_redbolt(urls)
+        for what in ("Lock", "ReentrantLock", "compat Lock"):
+            self.add_redbolt(what, urls)
+        if setup.required and not HIREDIS_AVAILABLE:
+            self.leave_out("redis-py with hiredis", "hiredis is not installed")
         self.rows.append(RedisPy(redis.Redis.from_url(urls[0]), setup.key()))
+        self.add_peers(urls, many_nodes=False)
 
 
 class ManyNodes(_Cycles):
     """A RedLock on all nodes."""
 
-    peer = RedlockPy.title
+    of_five = {  # noqa: RUF012
+        "redbolt RedLock, native": (
+            {Floor.name: 1.10},
+            {RedlockPy.title: 6.0, "redlock-ng": 4.5, "node redlock": 2.0},
+        ),
+        "redbolt RedLock, pure": ({}, {RedlockPy.title: 2.0}),
+    }
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, f"{len(setup.urls)} nodes")
-        self.bounds = {}
-        if len(setup.urls) == 5:
-            self.bounds = {"redbolt RedLock, native": (1.10, 6.0), "redbolt RedLock, pure": (None, 2.0)}
+        self.bounds = self.of_five if len(setup.urls) == 5 else {}
         self.rows.append(Floor(setup.urls, setup.key()))
-        self.add_redbolt(setup.urls)
-        self.add(RedlockPy.title, lambda: RedlockPy(setup.urls, setup.key()))
+        self.add_redbolt("RedLock", setup.urls)
+        try:
+            self.rows.append(RedlockPy(setup.urls, setup.key()))
+        except ImportError as error:
+            self.leave_out(RedlockPy.title, str(error))
+        self.add_peers(setup.urls, many_nodes=True)
 
 
 class OneStopped(Scenario):
@@ -164,7 +213,7 @@ class OneStopped(Scenario):
         self.nodes = nodes
         self.settling = replace(self.plan, seconds=self.plan.seconds / 2)
         self.rows.append(Floor(setup.urls, setup.key()))
-        self.add_redbolt(setup.urls)
+        self.add_redbolt("RedLock", setup.urls)
         self.missing.append({"row": RedlockPy.title, "missing": "not run: it hangs for over 8 s"})
 
     @property
@@ -221,7 +270,7 @@ class ThreadsOnKeys(Scenario):
             return Threads([one() for _ in range(THREADS)])
 
         self.rows.append(threads(lambda: Floor(urls, setup.key())))
-        self.add_redbolt(urls, threads)
+        self.add_redbolt("Lock", urls, threads)
         self.rows.append(threads(lambda: RedisPy(client, setup.key())))
 
     def judge(self, name: str, slices: dict[str, list[Slice]]) -> Result:

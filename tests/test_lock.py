@@ -941,7 +941,7 @@ def test_the_majority_decides_whether_it_is_lost(five: Place, gone: int, lost: b
 
 
 def test_the_drift_factor_is_taken_off_the_validity(five: Place) -> None:
-    lock = five.lock(timeout=10, drift_factor=0.5)
+    lock = five.lock(timeout=10, clock_drift_factor=0.5)
     lock.acquire()
     assert 4.5 < lock.left() <= 5 - 0.002
     lock.extend(20, replace_ttl=True)

@@ -13,24 +13,29 @@ from redbolt.errors import (
     SetupError,
 )
 from redbolt.lease import Lease
-from redbolt.lock import Lock, RedLock
+from redbolt.lock import Grant, Lock, RedLock
+from redbolt.locker import Locker
 from redbolt.node import Node
+from redbolt.reentrant import ReentrantLock
 from redbolt.retry import Retry
 
 __version__ = "0.1.0"
 
 __all__ = [
     "EngineChoice",
+    "Grant",
     "Lease",
     "Lock",
     "LockError",
     "LockLost",
     "LockNotOwned",
     "LockTimeout",
+    "Locker",
     "Node",
     "NodesUnavailable",
     "RedLock",
     "RedboltError",
+    "ReentrantLock",
     "ReleaseUnconfirmed",
     "Retry",
     "SetupError",

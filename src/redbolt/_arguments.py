@@ -8,7 +8,10 @@ import math
 
 from redbolt._engine import MAX_KEY
 
-__all__ = ["check_bool", "key_bytes", "lease_ms", "milliseconds", "seconds", "token_bytes"]
+__all__ = [
+    "check_bool", "check_drift", "check_quorum", "check_tries", "key_bytes", "lease_ms", "milliseconds",
+    "seconds", "token_bytes",
+]  # fmt: skip
 
 _LONGEST_MS = 100 * 365 * 86_400_000  # a century; more would overflow the expiry of a server
 
@@ -32,11 +35,11 @@ def milliseconds(value: float, what: str) -> int:
     return max(1, math.ceil(round(ms, 6)))  # 0.7 * 1000 is a hair above 700
 
 
-def lease_ms(value: float, drift_factor: float) -> int:
+def lease_ms(value: float, drift_factor: float, what: str = "timeout") -> int:
     """A lease in milliseconds that leaves some validity after drift is taken off."""
-    ms = milliseconds(value, "timeout")
+    ms = milliseconds(value, what)
     if ms * (1 - drift_factor) <= 2:
-        raise ValueError(f"a timeout of {value!r} seconds leaves no validity: clock drift alone takes more")
+        raise ValueError(f"{what} of {value!r} seconds leaves no validity: clock drift alone takes more")
     return ms
 
 
@@ -45,6 +48,36 @@ def check_bool(value: bool, what: str) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{what} must be a bool, not {type(value).__name__}")
     return value
+
+
+def check_drift(factor: float) -> float:
+    """How far clocks may run apart, as a part of the lease."""
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        raise TypeError(f"clock_drift_factor must be a number, not {type(factor).__name__}")
+    if not 0 <= factor < 1:
+        raise ValueError(f"clock_drift_factor must be from 0 to below 1, not {factor!r}")
+    return factor
+
+
+def check_quorum(quorum: int | None, nodes: int) -> int:
+    """How many of the nodes must agree: a majority, or what the caller wants if that is no less."""
+    majority = nodes // 2 + 1
+    if quorum is None:
+        return majority
+    if isinstance(quorum, bool) or not isinstance(quorum, int):
+        raise TypeError(f"quorum must be an int or None, not {type(quorum).__name__}")
+    if not majority <= quorum <= nodes:
+        raise ValueError(f"quorum must be from {majority} (a majority) to {nodes}, not {quorum}")
+    return quorum
+
+
+def check_tries(tries: int, what: str) -> int:
+    """How many tries in all."""
+    if isinstance(tries, bool) or not isinstance(tries, int):
+        raise TypeError(f"{what} must be an int, not {type(tries).__name__}")
+    if tries < 1:
+        raise ValueError(f"{what} must be at least 1, not {tries}")
+    return tries
 
 
 def _encoded(value: str | bytes, what: str) -> bytes:

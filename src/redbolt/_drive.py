@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from redbolt._clock import sleep_until
 from redbolt._engine import Engine, Votes
-from redbolt._programs import Program
+from redbolt._programs import PROGRAMS, TAKE, Program
 
 __all__ = ["Ask", "Sleep", "Step", "Target", "Try", "run"]
 
 T = TypeVar("T")
+Arguments: TypeAlias = tuple[bytes, bytes | None, int, int, int, int, Program, tuple[bytes, ...]]
 
 
 class Target(NamedTuple):
-    """What a lock asks for: the part of a try that stays the same."""
+    """What a lock asks for: the part of a try that stays the same; see `redbolt._engine.Engine.attempt`.
+
+    ``type`` is what the server calls the type of its key; ``fresh`` makes a token for each try, where the
+    engine does not.
+    """
 
     key: bytes
     lease_ms: int
     quorum: int
     drift_ns: int
     limit_ns: int
+    program: Program = TAKE
+    extra: tuple[bytes, ...] = ()
+    type: str = "string"
+    fresh: Callable[[], bytes] | None = None
+
+    def arguments(self, token: bytes | None) -> Arguments:
+        """The arguments of a try, behind its votes; ``token`` is the caller's own, or None."""
+        if token is None and self.fresh is not None:
+            token = self.fresh()
+        return self.key, token, *self[1:7]
+
+    def take_back(self, engine: Engine, token: bytes, touched: int) -> None:
+        """Undo a try that was granted, and wait for nobody."""
+        engine.discard(self.key, token, touched, PROGRAMS[self.program.undo], self.extra)
 
 
 class Try(NamedTuple):
     """Try once to take the lock; ``votes`` tells what came of it."""
 
     votes: Votes
-    arguments: tuple[bytes, bytes | None, int, int, int, int]
+    arguments: Arguments
 
 
 class Ask(NamedTuple):

@@ -167,7 +167,9 @@ class Engine(Protocol):
         """
 
     def post(self, program: Program, key: bytes, args: tuple[bytes, ...]) -> None:
-        """Send a program that writes no token to the nodes that can get it at once, and wait for nobody."""
+        """Have a program that writes no token go along with the next command to each node that is ready, or
+        after 50 ms alone; nobody waits for it, and it may be lost.
+        """
 
     def pending(self, token: bytes) -> bool:
         """Say whether some write of this token, on any connection, was not answered yet and may still be

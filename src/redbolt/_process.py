@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import uuid
+from collections.abc import Callable, Hashable
 
-__all__ = ["generation", "owner"]
+__all__ = ["client_id", "generation", "number", "owner"]
 
 generation = 0
 """Grows by one in every forked child, so that whoever remembers it knows that it was born in another
@@ -14,6 +16,7 @@ process.
 """
 
 _numbers = itertools.count(1)
+_client_ids: dict[Hashable, bytes] = {}
 
 
 class _Owner(threading.local):
@@ -29,10 +32,21 @@ def owner() -> int:
     return _owner.number
 
 
+number: Callable[[], int] = _numbers.__next__
+"""Gives numbers that this process never uses again."""
+
+
+def client_id(nodes: Hashable) -> bytes:
+    """The id under which this process holds locks on these nodes: a random UUID, made once."""
+    known = _client_ids.get(nodes)
+    return known or _client_ids.setdefault(nodes, str(uuid.uuid4()).encode())
+
+
 def _after_fork() -> None:
     global generation, _owner
     generation += 1
     _owner = _Owner()
+    _client_ids.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -63,9 +63,7 @@ class Program:
         return 1 + max(part for form in self.forms for part in form if isinstance(part, int))
 
 
-def _script(
-    name: str, *argv: Part, keys: tuple[Part, ...] = ()
-) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
+def _script(name: str, *argv: Part, keys: tuple[Part, ...] = ()) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     text = (_LUA / f"{name}.lua").read_bytes()  # importlib.resources would take 10 ms to import
     body = b"\n".join(line for line in text.splitlines() if not line.startswith(b"--"))
     sha = hashlib.sha1(body, usedforsecurity=False).hexdigest().encode()
@@ -75,10 +73,8 @@ def _script(
 
 # ---- a string key with a token: Lock, RedLock ----
 
-# Arguments: 1 token, 2 life in ms.
-TAKE = Program(
-    0, "take", Decoder.OK, ((b"SET", KEY, 1, b"NX", b"PX", 2),), writes=True, tries=True, undo=1
-)
+# Arguments: 1 token, 2 life in ms. Given as an extra word, with no lease, the life is not judged.
+TAKE = Program(0, "take", Decoder.OK, ((b"SET", KEY, 1, b"NX", b"PX", 2),), writes=True, tries=True, undo=1)
 # Arguments: 1 token. Valkey 9 has DELIFEQ, Redis 8.4 has DELEX.
 DROP = Program(
     1,

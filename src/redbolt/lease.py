@@ -18,12 +18,14 @@ class Lease:
         length_ms: the life that the key was last given, in milliseconds.
         started_ns: the clock just before that was sent.
         owner: the number of the thread that acquired it.
+        count: how often its owner holds the lock; above 1 only if that is reentrant.
+        latch: the key under which the server keeps the answer to its release; empty where there is none.
         touched: a bit for each node that may hold the token.
     """
 
     __slots__ = (
-        "__weakref__", "_generation", "_valid_until_ns", "key", "length_ms", "owner", "release_unknown",
-        "started_ns", "token", "touched",
+        "__weakref__", "_generation", "_valid_until_ns", "count", "key", "latch", "length_ms", "owner",
+        "release_unknown", "started_ns", "token", "touched",
     )  # fmt: skip
 
     def __init__(self, key: bytes, length_ms: int, votes: Votes, owner: int) -> None:
@@ -33,6 +35,8 @@ class Lease:
         self.started_ns = votes.started_ns
         self._valid_until_ns = votes.valid_until_ns
         self.owner = owner
+        self.count = 1
+        self.latch = b""
         self.touched = votes.touched
         self.release_unknown = False  # a release was begun, and it is not known what it did
         self._generation = _process.generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from redbolt._arguments import seconds
+from redbolt._arguments import check_tries, seconds
 
 __all__ = ["Retry"]
 
@@ -37,10 +37,7 @@ class Retry:
 
     def __post_init__(self) -> None:
         if self.count is not None:
-            if isinstance(self.count, bool) or not isinstance(self.count, int):
-                raise TypeError(f"count must be an int or None, not {type(self.count).__name__}")
-            if self.count < 1:
-                raise ValueError(f"count must be at least 1, not {self.count}")
+            check_tries(self.count, "count")
         seconds(self.delay, "delay", zero=True)
         seconds(self.max_delay, "max_delay")
         if self.backoff is not None and seconds(self.backoff, "backoff") < 1:

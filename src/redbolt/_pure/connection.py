@@ -262,6 +262,13 @@ class Connection:
             self.out += data[sent:]
             self.channel.track(self)
 
+    def hold(self, task: Task, form: int, data: bytes) -> None:
+        """Queue a command that goes out with the next one, or when the agent looks."""
+        self.slots.append((task, form, len(data)))
+        self.backlog += len(data)
+        self.out += data
+        self.channel.track(self)
+
     def flush(self) -> None:
         """Send what is queued, as far as the socket takes it."""
         assert self.sock is not None

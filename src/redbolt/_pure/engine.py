@@ -33,6 +33,7 @@ _PATIENCE = 50  # times 0.2 ms
 _STALE_NS = 2_000_000  # a channel that was idle for longer may have connections that ended meanwhile
 _CALM = MOST_BACKLOG - 2 * _engine.MAX_KEY - 1024  # any command may be added to so many unanswered bytes
 _POST_LIMIT_NS = 1_000_000_000
+_HOLD_NS = 50_000_000  # so long a posted command waits for company
 _ENDLESS_NS = 86_400_000_000_000  # so long the undo of a key without an end is remembered
 
 
@@ -188,18 +189,24 @@ class Engine:
         self._pool.wake()
 
     def post(self, program: Program, key: bytes, args: tuple[bytes, ...]) -> None:
-        """Send a program to the nodes that can get it at once, and wait for nobody."""
+        """Have a program go along with the next command to each ready node, or a little later alone."""
         plan = PLANS[program.index]
         _check(plan, key, *args)
         task = Task(plan, key, args, _POST_LIMIT_NS, 0, self._size)
-        votes = Votes(self._size)
         try:
             channel = self._pool.check_out(task, True)
-            self._start(votes, channel, task, 0)
-            task.waiting.clear()
-            self._pool.put_back(channel, votes.started_ns, _POST_LIMIT_NS)
+            now = now_ns()
+            task.due_ns = now + _POST_LIMIT_NS
+            with channel.lock:
+                for conn in channel.conns:
+                    if conn is not None and conn.state == READY and conn.backlog <= _CALM:
+                        conn.busy = True
+                        form = plan.safe_form(conn.proven)
+                        conn.hold(task, form, plan.packers[form](task.words))
+                        conn.busy = False
+            self._pool.put_back(channel, now, _HOLD_NS)
         except BaseException:
-            self._give_up(votes, task)
+            self._give_up(Votes(self._size), task)
             raise
 
     def pending(self, token: bytes) -> bool:

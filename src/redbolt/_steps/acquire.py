@@ -123,16 +123,14 @@ def acquire(
             continue
         votes = engine.votes()
         try:
-            yield Try(
-                votes, (target.key, token, target.lease_ms, target.quorum, target.drift_ns, target.limit_ns)
-            )
+            yield Try(votes, target.arguments(token))
             tries += 1
             if votes.verdict == GRANTED:
                 granted(votes)
                 return True
         except BaseException:
             if votes.verdict == GRANTED:
-                engine.discard(target.key, votes.token, votes.touched)
+                target.take_back(engine, votes.token, votes.touched)
             raise
 
 
@@ -150,4 +148,4 @@ def foreign_type(engine: Engine, target: Target) -> Generator[Step, None, str]:
     votes = engine.votes()
     yield Ask(votes, TYPE, target.key, (), target.quorum, target.limit_ns)
     types = {text for vote, text in votes.outcomes() if vote == YES}
-    return ", ".join(sorted(types - {"string", "none", ""}))
+    return ", ".join(sorted(types - {target.type, "none", ""}))

@@ -10,7 +10,7 @@ from redbolt._clock import now_ns
 from redbolt._drive import Ask, Sleep, Step, Target
 from redbolt._engine import Engine, Votes
 from redbolt._judge import GRANTED
-from redbolt._programs import DROP
+from redbolt._programs import Program
 from redbolt._steps.acquire import causes
 from redbolt.errors import LockLost, ReleaseUnconfirmed
 from redbolt.lease import Lease
@@ -42,7 +42,12 @@ def conclude(lease: Lease, votes: Votes, first: bool) -> None:
 
 
 def release(
-    engine: Engine, target: Target, lease: Lease, votes: Votes, started_ns: int
+    engine: Engine,
+    target: Target,
+    drop: tuple[Program, tuple[bytes, ...]],
+    touched: int,
+    votes: Votes,
+    started_ns: int,
 ) -> Generator[Step, None, Votes]:
     """Go on after a delete that no quorum confirmed.
 
@@ -62,13 +67,14 @@ def release(
         if not behind or left_ns <= 0:
             done = f"{votes.yes} of {len(engine.nodes)} nodes confirmed it, {target.quorum} are needed"
             raise ReleaseUnconfirmed(
-                f"the release of lock {lease.key!r} could not be confirmed ({done}); it can be tried again,"
+                f"the release of lock {target.key!r} could not be confirmed ({done}); it can be tried again,"
                 " and the key ends by itself with its lease",
-                lease.key,
+                target.key,
                 told,
             )
         yield Sleep(now_ns() + min(_PAUSE_NS, left_ns))
         votes = engine.votes()
-        yield Ask(votes, DROP, target.key, (lease.token,), target.quorum, left_ns, lease.touched)
+        program, args = drop
+        yield Ask(votes, program, target.key, args, target.quorum, left_ns, touched)
         if votes.verdict == GRANTED:
             return votes

@@ -1,10 +1,10 @@
-"""The Python rows, each used the way its users use it: one client, one lock object, made once."""
+"""The rows of this process, each used the way its users use it: one client, one lock object, made once."""
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import redis
@@ -12,6 +12,7 @@ from redis.utils import HIREDIS_AVAILABLE
 
 import redbolt
 from bench.runner import LEASE, LEASE_MS, Holder, Row, Slice, cycles
+from redbolt.compat import redis_py
 
 __all__ = ["Redbolt", "RedisPy", "RedlockPy", "Threads"]
 
@@ -31,19 +32,23 @@ class _Python:
 
 
 class Redbolt(_Python):
-    """`redbolt.Lock` on one node, `redbolt.RedLock` on several, on the engine asked for or on none."""
+    """One of redbolt's locks, on the engine asked for or on none. All but RedLock live on the first node."""
 
-    def __init__(self, urls: Sequence[str], key: str, engine: str) -> None:
-        lock: Holder
-        if len(urls) == 1:
-            lock = redbolt.Lock(urls[0], key, timeout=LEASE, engine=engine)
-        else:
-            lock = redbolt.RedLock(list(urls), key, timeout=LEASE, engine=engine)
-        super().__init__(self.title(urls, engine), lock)
+    makers: Mapping[str, Callable[[Sequence[str], str, str], Holder]] = {
+        "Lock": lambda urls, key, engine: redbolt.Lock(urls[0], key, LEASE, engine=engine),
+        "RedLock": lambda urls, key, engine: redbolt.RedLock(urls, key, LEASE, engine=engine),
+        "ReentrantLock": lambda urls, key, engine: redbolt.ReentrantLock(urls[0], key, LEASE, engine=engine),
+        "compat Lock": lambda urls, key, engine: redis_py.Lock(
+            redis.Redis.from_url(urls[0]), key, LEASE, engine=engine
+        ),
+    }
+
+    def __init__(self, what: str, urls: Sequence[str], key: str, engine: str) -> None:
+        super().__init__(self.title(what, engine), self.makers[what](urls, key, engine))
 
     @staticmethod
-    def title(urls: Sequence[str], engine: str) -> str:
-        return f"redbolt {'Lock' if len(urls) == 1 else 'RedLock'}, {engine}"
+    def title(what: str, engine: str) -> str:
+        return f"redbolt {what}, {engine}"
 
 
 class RedisPy(_Python):

@@ -1,0 +1,1 @@
+"""What the parts of a cycle cost, each by itself: ``make bench-micro``."""

@@ -1,0 +1,423 @@
+"""What all locks with a lease have in common: one body, of which `Lock`, `RedLock` and `ReentrantLock` are
+the faces.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from types import SimpleNamespace, TracebackType
+from typing import Any, Self, TypeAlias
+
+from redbolt import _process
+from redbolt._arguments import (
+    check_bool,
+    check_drift,
+    check_quorum,
+    lease_ms,
+    milliseconds,
+    seconds,
+    token_bytes,
+)
+from redbolt._clock import now_ns
+from redbolt._drive import Target, run
+from redbolt._engine import Votes, chosen
+from redbolt._judge import GRANTED, REFUSED, drift_ns, validity_end_ns
+from redbolt._programs import EXISTS, FORGET, Program
+from redbolt._steps.acquire import acquire, foreign_type, unavailable
+from redbolt._steps.release import conclude, release
+from redbolt.errors import LockError, LockLost, LockNotOwned, LockTimeout
+from redbolt.lease import Lease
+from redbolt.node import Node
+from redbolt.retry import Retry
+
+__all__ = ["DRIFT_FACTOR", "REDLOCK_LIMIT", "Body", "Command", "node_limit"]
+
+_log = logging.getLogger("redbolt")
+
+DRIFT_FACTOR = 0.01
+_DEFAULT_LEASE = 30.0
+_NODE_LIMIT = 1.0
+REDLOCK_LIMIT = 0.05  # default node time limit in seconds where a majority will do
+_NAMELESS = (
+    "this lock was made without a name; give it one, or use lock(), unlock() and extend() with a resource"
+)
+
+Command: TypeAlias = tuple[Program, tuple[bytes, ...]]
+"""A program and its arguments behind the key."""
+
+
+def node_limit(node: Node) -> float:
+    """Seconds that the node of a lock on a single one may take to answer."""
+    return min(node.socket_timeout or _NODE_LIMIT, _NODE_LIMIT)
+
+
+class _ThreadHold(threading.local):
+    lease: Lease | None = None
+
+
+class Body(ABC):
+    """A lock with a lease. A face says by which programs it is kept, and what a second acquire means."""
+
+    name: str | bytes | None
+
+    def _set_up(
+        self,
+        nodes: tuple[Node, ...],
+        name: str | bytes | None,
+        key: bytes,
+        timeout: float | None,
+        sleep: float,
+        blocking: bool,
+        blocking_timeout: float | None,
+        thread_local: bool,
+        raise_on_release_error: bool,
+        retry: Retry | None,
+        node_timeout: float,
+        engine: str | None,
+        quorum: int | None,
+        drift_factor: float,
+    ) -> None:
+        self.name = name
+        self.timeout = timeout
+        self.sleep = seconds(sleep, "sleep", zero=True)
+        self.blocking = check_bool(blocking, "blocking")
+        self.blocking_timeout = (
+            None if blocking_timeout is None else seconds(blocking_timeout, "blocking_timeout", zero=True)
+        )
+        self.thread_local = check_bool(thread_local, "thread_local")
+        self.raise_on_release_error = check_bool(raise_on_release_error, "raise_on_release_error")
+        if retry is not None and not isinstance(retry, Retry):
+            raise TypeError(f"retry must be a redbolt.Retry or None, not {type(retry).__name__}")
+        self.retry = retry if retry is not None else Retry(delay=sleep)
+        self._drift_factor = check_drift(drift_factor)
+        self._lease_ms = lease_ms(_DEFAULT_LEASE if timeout is None else timeout, drift_factor)
+        self._quorum = check_quorum(quorum, len(nodes))
+        self._key = key
+        self._limit_ns = milliseconds(node_timeout, "node_timeout") * 1_000_000
+        self._engine, self.engine_choice = chosen(nodes, engine)
+        plain = Target(
+            self._key, self._lease_ms, self._quorum, drift_ns(self._lease_ms, drift_factor), self._limit_ns
+        )
+        self._target = self._aim(plain)
+        self._tail = self._target[1:7]  # the arguments of a try behind its token
+        self._hold = self._place()
+
+    # ---- what makes a face ----
+
+    def _aim(self, plain: Target) -> Target:
+        """What is asked of the nodes; a face may keep the lock in another way than in a plain key."""
+        return plain
+
+    def _place(self) -> Any:
+        """Where the current lease is kept, as its attribute ``lease``."""
+        return _ThreadHold() if self.thread_local else SimpleNamespace(lease=None)
+
+    def _again(self, lease: Lease, token: bytes | None, retry: Retry, wait_ns: int | None) -> bool:
+        """The caller, who holds the lock, acquires it again; False means that it was not held after all.
+
+        ``wait_ns`` is how long nodes that do not answer are asked again, None for the rest of the lease.
+        """
+        raise LockError(f"lock {self._key!r} is held by this caller already, and is not reentrant", self._key)
+
+    def _once_less(self, lease: Lease) -> None:
+        """The caller, who holds the lock more than once, gives it back once."""
+        raise AssertionError("a lock that is not reentrant is held once")
+
+    @abstractmethod
+    def _drop(self, lease: Lease) -> Command:
+        """The delete that ends the lease."""
+
+    @abstractmethod
+    def _prolong(self, lease: Lease, length_ms: int) -> Command:
+        """What gives the key a new life."""
+
+    @abstractmethod
+    def _owns(self, lease: Lease) -> Command:
+        """What asks whether the token is still there."""
+
+    # ---- what they share ----
+
+    def __repr__(self) -> str:
+        nodes = ", ".join(node.address for node in self.nodes)
+        return f"<{type(self).__name__} {self._key!r} on {nodes}>"
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The servers it lives on."""
+        return self._engine.nodes
+
+    @property
+    def lease(self) -> Lease | None:
+        """The current lease (of this thread, if ``thread_local``), also one that ran out; None if there is
+        none.
+        """
+        lease: Lease | None = self._hold.lease
+        return lease
+
+    @property
+    def held(self) -> bool:
+        """Whether the current lease is valid now, judged by the local clock; nothing is asked."""
+        lease: Lease | None = self._hold.lease
+        return lease is not None and lease.held
+
+    def left(self) -> float:
+        """Seconds for which the current lease is still valid, judged by the local clock; 0.0 if it is not
+        held.
+        """
+        lease: Lease | None = self._hold.lease
+        return 0.0 if lease is None else lease.left()
+
+    def acquire(
+        self,
+        sleep: float | None = None,
+        blocking: bool | None = None,
+        blocking_timeout: float | None = None,
+        token: str | bytes | None = None,
+    ) -> bool:
+        """Take the lock.
+
+        Args:
+            sleep, blocking, blocking_timeout: as in the constructor, for this call.
+            token: a value of the caller's own to mark the acquisition; it must be used for nothing else.
+                Default: a fresh random one.
+
+        Returns:
+            True when the lock is held; False when it stayed taken by somebody else.
+
+        Raises:
+            LockError: the caller holds it already, and the lock is not reentrant.
+            NodesUnavailable: no quorum of nodes could be reached: at once without blocking, else at the end
+                of the waiting time; where that is unlimited, after one lease length.
+            SetupError: waiting cannot help: wrong credentials, missing permissions, no such database.
+            ValueError, TypeError: an argument cannot work; nothing was sent.
+
+        The source of the algorithm is https://redis.io/docs/latest/develop/use/patterns/distributed-locks/.
+        """
+        engine, hold, target = self._engine, self._hold, self._target
+        if not target.key:
+            raise ValueError(_NAMELESS)
+        if sleep is not None:
+            sleep = seconds(sleep, "sleep", zero=True)
+        blocking = self.blocking if blocking is None else check_bool(blocking, "blocking")
+        if blocking_timeout is None:
+            blocking_timeout = self.blocking_timeout
+        else:
+            seconds(blocking_timeout, "blocking_timeout", zero=True)
+        own, started_ns = (None, 0) if token is None else (token_bytes(token), now_ns())
+        before: Lease | None = hold.lease
+        if before is not None and before.held and before.owner == _process.owner():
+            retry = self.retry if sleep is None else Retry(self.retry.count, sleep)
+            wait_ns = None if blocking_timeout is None else int(blocking_timeout * 1e9)
+            if self._again(before, own, retry, wait_ns if blocking else 0):
+                return True
+        votes: Votes | None = None
+        mine: Lease | None = None
+        try:
+            if own is None or not engine.pending(own):
+                votes = engine.votes()
+                token = target.fresh() if own is None and target.fresh is not None else own
+                if engine.attempt(votes, self._key, token, *self._tail):
+                    mine = hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
+                    return True
+                started_ns = started_ns or votes.started_ns
+            if not blocking:
+                if votes is not None and votes.verdict == REFUSED:
+                    return False
+                raise unavailable(engine, votes, target, "cannot acquire")
+
+            def granted(votes: Votes) -> None:
+                nonlocal mine
+                mine = hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
+
+            deadline_ns = None if blocking_timeout is None else started_ns + int(blocking_timeout * 1e9)
+            retry = self.retry if sleep is None else Retry(self.retry.count, sleep)
+            steps = acquire(engine, target, votes, own, retry, started_ns, deadline_ns, granted)
+            return run(steps, engine)
+        except BaseException:
+            # An interrupt may come at any moment, also between the grant and the return.
+            if votes is not None and votes.verdict == GRANTED:
+                target.take_back(engine, votes.token, votes.touched)
+            if mine is not None:
+                target.take_back(engine, mine.token, mine.touched)
+                if hold.lease is mine:
+                    hold.lease = None
+            raise
+
+    def _current(self, what: str) -> Lease:
+        lease: Lease | None = self._hold.lease
+        if lease is None:
+            raise LockNotOwned(f"cannot {what} lock {self._key!r}: it is not held by this caller", self._key)
+        if lease.inherited:
+            raise LockNotOwned(
+                f"cannot {what} lock {self._key!r}: it is held by the parent of this process", self._key
+            )
+        return lease
+
+    def release(self) -> None:
+        """Give the lock back. It is no longer claimed from the moment of the call, whatever comes of it.
+
+        A reentrant lock is free when it was released as often as it was acquired; until then each release
+        begins its lease anew.
+
+        Raises:
+            LockNotOwned: this caller does not hold it; nothing was sent.
+            LockLost: the lease had ended before, or somebody removed the key.
+            ReleaseUnconfirmed: no quorum of nodes confirmed it in time. Calling again is safe; the key ends
+                with its lease anyway.
+        """
+        engine, hold = self._engine, self._hold
+        lease = self._current("release")
+        if lease.count > 1:
+            self._once_less(lease)
+            return
+        first = not lease.release_unknown
+        lease.release_unknown = True  # until we know better
+        votes = engine.votes()
+        drop = self._drop(lease)
+        try:
+            hold.lease = None  # first: the next holder may be another thread with this object
+            program, args = drop
+            engine.round(votes, program, self._key, args, self._quorum, self._limit_ns, lease.touched)
+            if votes.verdict != GRANTED:
+                votes = run(
+                    release(engine, self._target, drop, lease.touched, votes, votes.started_ns), engine
+                )
+                first = False
+        except BaseException:
+            if hold.lease is None:
+                hold.lease = lease  # it can be tried again
+            raise
+        if lease.latch:
+            engine.post(FORGET, lease.latch, ())
+        if votes.hits:
+            lease.end()
+        else:
+            conclude(lease, votes, first)
+
+    def extend(self, additional_time: float, replace_ttl: bool = False) -> bool:
+        """Lengthen the lease.
+
+        Args:
+            additional_time: seconds to add to what is left of the lease.
+            replace_ttl: True: the seconds are the new remaining time, instead of being added. Default False.
+
+        Returns:
+            True.
+
+        Raises:
+            LockNotOwned: this caller does not hold it; nothing was sent.
+            LockLost: the lease has ended; nothing revives it.
+            NodesUnavailable: no quorum of nodes answered; the lease ends as before, or as asked if that is
+                sooner.
+            ValueError, TypeError: an argument cannot work; nothing was sent.
+        """
+        length_ms = milliseconds(additional_time, "additional_time")
+        check_bool(replace_ttl, "replace_ttl")
+        lease = self._current("extend")
+        now = now_ns()
+        if not lease.held:
+            raise LockLost(f"cannot extend lock {self._key!r}: its lease has ended", self._key)
+        if not replace_ttl:
+            length_ms += -(-(lease.started_ns + lease.length_ms * 1_000_000 - now) // 1_000_000)
+        return self._renew(lease, length_ms, now)
+
+    def reacquire(self) -> bool:
+        """Give the lease its full length again, from now on.
+
+        Returns:
+            True.
+
+        Raises:
+            LockNotOwned, LockLost, NodesUnavailable: as in `extend`.
+        """
+        lease = self._current("reacquire")
+        if not lease.held:
+            raise LockLost(f"cannot reacquire lock {self._key!r}: its lease has ended", self._key)
+        return self._renew(lease, self._lease_ms, now_ns())
+
+    def _renew(self, lease: Lease, length_ms: int, now: int) -> bool:
+        drift = drift_ns(length_ms, self._drift_factor)
+        if validity_end_ns(0, length_ms, drift) <= 0:
+            raise ValueError(f"{length_ms} ms leave no validity: clock drift alone takes more")
+        lease.shorten(validity_end_ns(now, length_ms, drift))
+        engine, votes = self._engine, self._engine.votes()
+        program, args = self._prolong(lease, length_ms)
+        engine.round(votes, program, self._key, args, self._quorum, self._limit_ns)
+        valid_until_ns = validity_end_ns(votes.started_ns, length_ms, drift)
+        if votes.verdict == GRANTED and votes.ended_ns < valid_until_ns:
+            lease.renew(votes.started_ns, length_ms, valid_until_ns)
+            return True
+        if votes.verdict == REFUSED or (votes.verdict == GRANTED and not lease.held):
+            lease.end()
+            self._target.take_back(engine, lease.token, lease.touched)
+            raise LockLost(f"lock {self._key!r} is lost: its token is gone from the servers", self._key)
+        raise unavailable(engine, votes, self._target, "cannot extend")
+
+    def locked(self) -> bool:
+        """Ask the servers whether anybody holds the lock, so that a try now would be refused.
+
+        Raises:
+            NodesUnavailable: too few nodes answered to tell.
+        """
+        if not self._key:
+            raise ValueError(_NAMELESS)
+        votes = self._engine.votes()
+        enough = len(self.nodes) - self._quorum + 1
+        self._engine.round(votes, EXISTS, self._key, (), enough, self._limit_ns)
+        if votes.verdict in (GRANTED, REFUSED):
+            return votes.verdict == GRANTED
+        raise unavailable(self._engine, votes, self._target, "cannot tell who holds")
+
+    def owned(self) -> bool:
+        """Ask the servers whether a quorum of them still has the token of the current lease.
+
+        Raises:
+            NodesUnavailable: too few nodes answered to tell.
+        """
+        lease: Lease | None = self._hold.lease
+        if lease is None or not lease.held:
+            return False
+        votes = self._engine.votes()
+        program, args = self._owns(lease)
+        self._engine.round(votes, program, self._key, args, self._quorum, self._limit_ns)
+        if votes.verdict in (GRANTED, REFUSED):
+            return votes.verdict == GRANTED and lease.held
+        raise unavailable(self._engine, votes, self._target, "cannot tell who holds")
+
+    def __enter__(self) -> Self:
+        before: Lease | None = self._hold.lease
+        count = 0 if before is None else before.count
+        try:
+            if self.acquire():
+                return self
+            found = run(foreign_type(self._engine, self._target), self._engine)
+            why = f"its key holds a {found}, which no lock put there" if found else "somebody else holds it"
+            raise LockTimeout(f"lock {self._key!r} was not acquired in the time given: {why}", self._key)
+        except BaseException:
+            lease = self._hold.lease
+            # Acquired by this call, and interrupted before the block began?
+            if before is not None and lease is before:
+                before.count = count
+            elif lease is not None and lease.owner == _process.owner():
+                self._target.take_back(self._engine, lease.token, lease.touched)
+                self._hold.lease = None
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        lease = self.lease
+        lost = lease is not None and not lease.held and not lease.release_unknown
+        try:
+            self.release()
+            if lost:
+                raise LockLost(f"the lease of lock {self._key!r} ended while its block ran", self._key)
+        except LockError as problem:
+            if error is not None:
+                error.add_note(f"and the lock was not released cleanly: {problem}")
+            elif self.raise_on_release_error:
+                raise
+            else:
+                _log.warning("lock %r was not released cleanly: %s", self._key, problem)

@@ -1,0 +1,1 @@
+"""The interfaces of other lock libraries, on redbolt's engines; one module per library."""
