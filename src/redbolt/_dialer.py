@@ -74,10 +74,9 @@ class Dialer:
         """Why a node with it needs the pure engine, as `redbolt.engine` tells it."""
         return f"{self.what} is honoured by the pure engine only"
 
-    def make(self, **instead: object) -> Any:
-        """A new connection object, not connected yet. ``instead`` overrides arguments that it has."""
-        known = {name: value for name, value in instead.items() if name in self.arguments}
-        return self.connection_class(**{**self.arguments, **known})
+    def make(self) -> Any:
+        """A new connection object, not connected yet."""
+        return self.connection_class(**self.arguments)
 
     def secrets(self) -> list[str]:
         """What of it must not be shown even if a server repeats it."""

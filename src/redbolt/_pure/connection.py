@@ -212,6 +212,7 @@ class Connection:
         if dial.done and dial.socket is None:
             self.end(dial.cause)
         elif dial.done:
+            self.opened_ns = now_ns()  # a long dial must not be held against what follows it
             self.sock = dial.socket
             self.fd = dial.socket.fileno()
             self._greet()

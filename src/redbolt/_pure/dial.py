@@ -75,7 +75,8 @@ class Dialing:
         self._node = node
         self._dialer = dialer
         self._on_done = on_done
-        self._without_hello = str(dialer.arguments.get("protocol")) != "3"
+        self._speaks_3 = False
+        self._says_hello = True
         self.after_fork()
         _all.add(self)
 
@@ -120,29 +121,28 @@ class Dialing:
             del dial
 
     def _make(self, dial: Dial) -> None:
+        hello = self._says_hello
         try:
             try:
-                self._connect(dial)
+                self._connect(dial, hello)
             except Exception as error:
                 names = _names(error)
-                if (
-                    self._without_hello
-                    or names & _ELSEWHERE
-                    or not names & {"ConnectionError", "ResponseError"}
-                ):
+                maybe = names & {"ConnectionError", "ResponseError"} and not names & _ELSEWHERE
+                if not (maybe and hello and self._speaks_3):
                     raise
-                self._connect(dial, protocol=2)  # some servers and proxies do not know HELLO
-                self._without_hello = True
+                self._connect(dial, False)  # some servers and proxies do not know HELLO
+                self._says_hello = False
         except BaseException as error:
             dial.cause = self._told(error)
         dial.done = True
 
-    def _connect(self, dial: Dial, **instead: object) -> None:
-        if self._without_hello:
-            instead["protocol"] = 2
+    def _connect(self, dial: Dial, hello: bool) -> None:
         connection: Any = None
         try:
-            connection = dial.connection = self._dialer.make(**instead)
+            connection = dial.connection = self._dialer.make()
+            self._speaks_3 = str(getattr(connection, "protocol", None)) == "3"
+            if self._speaks_3 and not hello:
+                connection.protocol = 2
             for name in ("socket_timeout", "socket_connect_timeout"):
                 own = getattr(connection, name, None)
                 if own is None or own > _LONGEST:
