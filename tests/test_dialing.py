@@ -196,7 +196,7 @@ def test_its_own_timeouts_end_it(valkey: LocalNode) -> None:
         class Seen(redis.connection.Connection):
             def connect(self) -> None:
                 seen.append((self.socket_timeout, self.socket_connect_timeout))
-                raise redis.ConnectionError("seen")
+                raise redis.TimeoutError("seen")
 
         for timeouts in ((None, None), (3600, 3600), (2, 1)):
             settings = dict(zip(("socket_timeout", "socket_connect_timeout"), timeouts, strict=True))
@@ -249,7 +249,7 @@ PROBLEMS: list[tuple[BaseException, str]] = [
 @pytest.mark.parametrize("where", ["init", "before", "after"])
 @pytest.mark.parametrize(("problem", "text"), PROBLEMS, ids=lambda value: type(value).__name__)
 def test_whatever_it_raises(valkey: LocalNode, problem: BaseException, text: str, where: str) -> None:
-    client = own(valkey, Failing, problem=problem, where=where, password="p@ssword")
+    client = own(valkey, Failing, problem=problem, where=where, username="default", password="p@ssword")
     lock = Lock(client, "name")
     with pytest.raises(NodesUnavailable, match=text) as caught:
         lock.acquire(blocking=False)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from redbolt._clock import now_ns
 from redbolt._judge import FAULT, falls_back, lacks_hello
 from redbolt._programs import TYPE
-from redbolt._pure.agent import NEVER
 from redbolt._pure.resolve import Address, LookUp
 from redbolt._pure.resp import (
     ERROR,
@@ -118,7 +117,7 @@ class Connection:
         self.doubtful = False  # some delete is unanswered whose form the node may not know
         self.reader = Reader()
         self.again_ns = 0  # connecting is to be tried again then, if not 0
-        self.connect_by_ns = now + site.connect_ns if site.connect_ns else NEVER  # a round waits no longer
+        self.connect_by_ns = now + site.connect_ns if site.connect_ns else 0  # no round waits for longer
         self.degraded = False  # it ended by what the node can do without: the next one goes without
         self._addresses: Iterator[Address] = iter(())
         self._dial: Dial | None = None  # what makes it, if its node has it dialled

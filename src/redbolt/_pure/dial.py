@@ -130,11 +130,18 @@ class Dialing:
                 maybe = names & {"ConnectionError", "ResponseError"} and not names & _ELSEWHERE
                 if not (maybe and hello and self._speaks_3):
                     raise
-                self._connect(dial, False)  # some servers and proxies do not know HELLO
-                self._says_hello = False
+                self._connect_without(dial, error)
         except BaseException as error:
             dial.cause = self._told(error)
         dial.done = True
+
+    def _connect_without(self, dial: Dial, first: Exception) -> None:
+        """Try again without HELLO, which some servers and proxies do not know."""
+        try:
+            self._connect(dial, False)
+            self._says_hello = False
+        except Exception as second:
+            raise second if "ResponseError" in _names(first) else first from None
 
     def _connect(self, dial: Dial, hello: bool) -> None:
         connection: Any = None

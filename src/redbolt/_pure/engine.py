@@ -374,16 +374,15 @@ class Engine:
             conn = channel.conns[index]
             if conn is None or conn.state >= HANDSHAKE:
                 continue
-            left_ns = conn.connect_by_ns - now
-            if left_ns <= 0:
+            if conn.connect_by_ns:
+                timeout = max(0, min(timeout, -(-(conn.connect_by_ns - now) // 1_000_000)))
+            if conn.connect_by_ns and now >= conn.connect_by_ns:
                 conn.end(f"no connection within {conn.site.connect_ns // 1_000_000} ms")
                 self._follow_up(channel, conn, task)
             elif conn.state == RESOLVING or conn.again_ns:
                 conn.proceed(now, 0)
                 self._follow_up(channel, conn, task)
-                timeout = 1
-            else:
-                timeout = min(timeout, -(-left_ns // 1_000_000))
+                timeout = min(timeout, 1)
         return timeout if task.open else 0
 
     def _catch_up(self, channel: Channel, now: int) -> None:
