@@ -166,7 +166,7 @@ def _dialer(kind: type, settings: Mapping[str, Any], what: str) -> Dialer:
             arguments[name] = None
     if kind is SSLConnection or arguments.get("protocol", 0) is None:
         arguments["protocol"] = arguments.get("protocol") or 2  # where it is not said, no HELLO is needed
-    return Dialer(kind, arguments, what)
+    return Dialer(kind, tuple(arguments.items()), what)
 
 
 # ---- both ----

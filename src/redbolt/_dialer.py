@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +37,16 @@ class Dialer:
 
     Args:
         connection_class: makes a connection object with the methods and the socket of redis-py's.
-        arguments: for it. What cannot be hashed is equal only to itself.
+        arguments: for it, by name. What cannot be hashed is equal only to itself.
         what: the setting that asks for it, in words: "TLS", say.
     """
 
     connection_class: type
-    arguments: Mapping[str, Any]
+    arguments: tuple[tuple[str, Any], ...]
     what: str
 
     def _parts(self) -> tuple[object, ...]:
-        items = frozenset((name, _comparable(value)) for name, value in self.arguments.items())
+        items = frozenset((name, _comparable(value)) for name, value in self.arguments)
         return self.connection_class, items, self.what
 
     def __eq__(self, other: object) -> bool:
@@ -76,11 +75,11 @@ class Dialer:
 
     def make(self) -> Any:
         """A new connection object, not connected yet."""
-        return self.connection_class(**self.arguments)
+        return self.connection_class(**dict(self.arguments))
 
     def secrets(self) -> list[str]:
         """What of it must not be shown even if a server repeats it."""
-        values = [value for name, value in self.arguments.items() if "password" in name and value]
+        values = [value for name, value in self.arguments if "password" in name and value]
         return [
             value.decode(errors="replace") if isinstance(value, bytes) else str(value) for value in values
         ]
