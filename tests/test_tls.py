@@ -148,7 +148,7 @@ def test_a_server_that_cannot_be_trusted(real: TlsNode, tmp_path: Path) -> None:
 def test_a_certificate_of_another_name(valkey_node: LocalNode, tmp_path: Path) -> None:
     with TlsFront(valkey_node, Certificate(tmp_path, "elsewhere", "DNS:example.org")) as front:
         with pytest.raises(SetupError, match="certificate verify failed"):
-            Lock(front.url, "name").acquire(blocking=False)
+            Lock(front.url + "&ssl_check_hostname=True", "name").acquire(blocking=False)
         cycle(Lock(front.url + "&ssl_check_hostname=False", "name"))
         redbolt.close()
 

@@ -180,9 +180,12 @@ def _settings(settings: Mapping[str, Any], dialer: Dialer | None) -> dict[str, A
             found[name] = _text(settings[name])
     if settings.get("path") is not None:
         found["path"] = os.fsdecode(settings["path"])
-    for name in ("port", "db", "protocol"):
+    for name in ("port", "db"):
         if settings.get(name) is not None:
             found[name] = int(settings[name])
+    protocol = int(settings.get("protocol") or 2)
+    if protocol != 2:  # that is spoken where nothing is said, so the two are one
+        found["protocol"] = protocol
     if settings.get("socket_timeout") is not None:
         found["socket_timeout"] = settings["socket_timeout"]
     connect_timeout = settings.get("socket_connect_timeout")
