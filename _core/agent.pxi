@@ -129,7 +129,10 @@ cdef int look_after(Engine_* e, pollfd* fds, int n, int room, int64_t* due) noex
             look_after_conn(e, conn, first, now, due)
             ch.late |= late_tags(conn)
             if n < room and (conn.slots or conn.out.length or conn.state < READY) and conn_interest(conn):
-                if e.node[i].suspect or conn.state < READY or (conn.out.length and not conn.held_ns):
+                if (
+                    e.node[i].suspect or conn.state < READY or (conn.out.length and not conn.held_ns)
+                    or may_fall_back(conn)
+                ):  # fmt: skip
                     fds[n].fd = conn.fd
                     fds[n].events = conn_interest(conn)
                     n += 1

@@ -92,6 +92,20 @@ cdef uint64_t late_tags(Conn* conn) noexcept nogil:
     return late
 
 
+cdef bint may_fall_back(Conn* conn) noexcept nogil:
+    """Say whether some unanswered write may have to be repeated in another form, and so wants to be read at
+    once. The mutex is held.
+    """
+    cdef Slot* slot
+    cdef uint32_t i
+    for i in range(conn.slots):
+        slot = slot_at(conn, i)
+        if slot.tag and slot.program >= 0 and slot.form + 1 < prog[slot.program].forms:
+            if not is_proven(conn, slot.program, slot.form):
+                return True
+    return False
+
+
 cdef void channel_catch_up(Engine_* e, Channel* ch) noexcept nogil:
     """Read what has come since the channel was used last. It is idle, or not yet used by its round."""
     cdef Conn* conn
@@ -208,6 +222,8 @@ cdef void put_back(Round* r) noexcept nogil:
         if conn.slots:
             pthread_mutex_lock(&conn.mutex)
             late |= late_tags(conn)
+            if may_fall_back(conn):
+                due = r.ended_ns
             pthread_mutex_unlock(&conn.mutex)
     pthread_mutex_lock(&e.mutex)
     e.used_ns = r.ended_ns

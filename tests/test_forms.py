@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 
 from redbolt._engine import Engine
 from redbolt._judge import FAULT, GRANTED, NO, YES
-from redbolt._programs import DROP, EXTEND, OWNED
-from tests.kit.clients import eventually, raw
+from redbolt._programs import DROP, EXTEND, OWNED, Program
+from tests.kit.clients import SLACK, eventually, raw
 from tests.kit.resp import OK, error
 from tests.kit.rounds import KEY, TOKEN, anew, ask, attempt, by_name, causes, said
 from tests.kit.scripted import ScriptedNode
-from tests.kit.steps import Argv, Step, expect, expect_end, hang_up, send, split, unknown_command
+from tests.kit.steps import Argv, Step, expect, expect_end, hang_up, send, split, tell, unknown_command, wait
 
 UNKNOWN = {
     "Valkey 9, Redis 7": "ERR unknown command 'DELIFEQ', with args beginning with: 'name' 'token' ",
@@ -214,6 +215,35 @@ def test_a_proxy_that_hangs_up_on_one_command_still_gets_the_delete(engine_of) -
         assert said(votes) == [FAULT]
         eventually(lambda: "EVAL" in names(node))
         eventually(lambda: not engine.pending(TOKEN))
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("program", "args"), [(DROP, (TOKEN,)), (EXTEND, (TOKEN, b"9000"))], ids=["drop", "extend"]
+)
+def test_a_straggler_falls_back_at_once_though_the_round_is_over(
+    engine_of, program: Program, args: tuple[bytes, ...]
+) -> None:
+    """The quorum was faster than one node, which then says that it does not know the command."""
+    late, repeated = threading.Event(), threading.Event()
+    script = [
+        expect("SET"),
+        send(OK),
+        expect(lambda argv: argv[0] == program.forms[0][0]),
+        wait(late),
+        send(error("ERR unknown command")),
+        expect(lambda argv: argv[-len(args) :] == args),
+        tell(repeated),
+        send(b":1\r\n"),
+        expect_end(),
+    ]
+    yes = by_name(SET=OK, DELIFEQ=b":1\r\n")
+    with ScriptedNode(answer=yes) as one, ScriptedNode(answer=yes) as two, ScriptedNode(script) as slow:
+        engine = engine_of(one.url, two.url, slow.url)
+        attempt(engine, quorum=3)
+        assert ask(engine, program, *args, limit=30).verdict == GRANTED
+        late.set()
+        assert repeated.wait(5 * SLACK)
         engine.close()
 
 

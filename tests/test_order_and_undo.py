@@ -20,7 +20,7 @@ from tests.kit.proxy import FaultProxy
 from tests.kit.resp import NIL, OK, PONG, error
 from tests.kit.rounds import KEY, TOKEN, InBackground, ask, attempt, by_name, causes, said
 from tests.kit.scripted import Peer, Received, ScriptedNode
-from tests.kit.steps import Argv, Step, expect, hang_up, send, serve, tell, wait
+from tests.kit.steps import Argv, Step, expect, expect_end, hang_up, send, serve, tell, wait
 
 BEHIND = "queued behind"
 E = 0.15 * SLACK
@@ -73,7 +73,6 @@ def test_a_later_write_finds_the_connection_of_an_unanswered_one(engine_of, last
     """Two connections are idle: the write goes to the one where the same token is open, and is waited for."""
     gates = [threading.Event(), threading.Event()]
     opened = [threading.Event(), threading.Event()]
-    late = threading.Event()
 
     def second(argv: Argv) -> Step | bytes:
         if argv[2] == b"busy":
@@ -86,8 +85,10 @@ def test_a_later_write_finds_the_connection_of_an_unanswered_one(engine_of, last
         send(OK),
         expect("SET"),
         tell(opened[0]),
-        wait(late),
-        serve(by_name(EVAL=OK + b":1\r\n", DELIFEQ=b":0\r\n")),
+        expect("EVAL"),
+        expect("DELIFEQ"),  # only now it answers
+        send(OK, b":1\r\n", b":0\r\n"),
+        expect_end(),
     ]
     with ScriptedNode(first, answer=serve_set(second)) as node:
         engine = engine_of(node.url)
@@ -104,7 +105,6 @@ def test_a_later_write_finds_the_connection_of_an_unanswered_one(engine_of, last
             assert tries[0].result().verdict == UNDECIDED
             gates[1].set()
             tries[1].result()
-        late.set()
         votes = ask(engine, DROP, TOKEN)
         assert (said(votes), votes.hits) == ([YES], 0)
         of_token = [one for one in node.received() if TOKEN in one.argv]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from redbolt._clock import now_ns
 from redbolt._drive import Target, run
 from redbolt._engine import Engine, Votes
@@ -12,6 +15,8 @@ from redbolt._steps.release import release
 from redbolt.retry import Retry
 
 __all__ = ["ByKey"]
+
+T = TypeVar("T")
 
 
 class ByKey:
@@ -27,7 +32,15 @@ class ByKey:
         return Target(key, lease_ms, self._quorum, drift_ns(lease_ms, self._drift_factor), self._limit_ns)
 
     def take(self, key: bytes, lease_ms: int, retry: Retry) -> Votes | None:
-        """Take a lock; None if it stayed taken.
+        """Take a lock; None if it stayed taken. An interrupt after the return may lose the token."""
+        return self.take_as(key, lease_ms, retry, lambda votes: votes)
+
+    def take_as(self, key: bytes, lease_ms: int, retry: Retry, result: Callable[[Votes | None], T]) -> T:
+        """Take a lock, and return what ``result`` makes of it: of the votes of the granted try, or of None
+        if it stayed taken.
+
+        An interrupt during ``result`` still takes the lock back; the caller should return at once what it
+        made.
 
         Raises:
             NodesUnavailable, SetupError: no quorum of nodes could be reached by the last try.
@@ -37,9 +50,9 @@ class ByKey:
         mine: list[Votes] = [votes]
         try:
             if engine.attempt(votes, *target.arguments(None)):
-                return votes
+                return result(votes)
             steps = acquire(engine, target, votes, None, retry, votes.started_ns, None, mine.append)
-            return mine[-1] if run(steps, engine) else None
+            return result(mine[-1] if run(steps, engine) else None)
         except BaseException:
             # An interrupt may come at any moment, also between the grant and the return.
             for votes in mine:
@@ -70,8 +83,10 @@ class ByKey:
         engine, target = self._engine, self._target(key, length_ms)
         votes = engine.votes()
         engine.round(votes, EXTEND, key, (token, b"%d" % length_ms), self._quorum, self._limit_ns)
-        if votes.verdict == GRANTED:
-            return now_ns() < votes.started_ns + length_ms * 1_000_000 - target.drift_ns
-        if votes.verdict == REFUSED:
-            return False
-        raise unavailable(engine, votes, target, "cannot extend")
+        if votes.verdict not in (GRANTED, REFUSED):
+            raise unavailable(engine, votes, target, "cannot extend")
+        if votes.verdict == GRANTED and now_ns() < votes.started_ns + length_ms * 1_000_000 - target.drift_ns:
+            return True
+        if votes.touched:  # it is lost, so no node shall keep what it has of it for that long
+            target.take_back(engine, token, votes.touched)
+        return False

@@ -15,11 +15,15 @@ from redbolt._arguments import (
 )
 from redbolt._body import DRIFT_FACTOR, REDLOCK_LIMIT, node_limit
 from redbolt._by_key import ByKey
-from redbolt._engine import chosen
+from redbolt._engine import Votes, chosen
 from redbolt.node import Node, NodeLike, as_node, as_nodes
 from redbolt.retry import Retry
 
 __all__ = ["Locker"]
+
+
+def _token(votes: Votes | None) -> str | None:
+    return None if votes is None else votes.token.decode()
 
 
 class Locker:
@@ -89,8 +93,7 @@ class Locker:
         """
         name = key_bytes(self._prefix, key)
         retry = Retry(check_tries(retry_times, "retry_times"), seconds(retry_delay, "retry_delay", zero=True))
-        votes = self._by_key.take(name, lease_ms(timeout, DRIFT_FACTOR), retry)
-        return None if votes is None else votes.token.decode()
+        return self._by_key.take_as(name, lease_ms(timeout, DRIFT_FACTOR), retry, _token)
 
     def release(self, key: str | bytes, token: str | bytes) -> bool:
         """Give the lock on a key back.

@@ -133,6 +133,8 @@ class ReentrantLock(Body):
 
     def _drop(self, lease: Lease) -> Command:
         if not lease.latch:  # made once, and kept when the release is repeated
+            if self._generation != _process.generation:
+                self._introduce()
             lease.latch = self._latch_form % _process.number()
         return LEAVE, (lease.token, self._channel, lease.latch, _LATCH_MS)
 
@@ -152,9 +154,14 @@ class ReentrantLock(Body):
         if token is not None and token != lease.token:
             raise ValueError("this thread holds the lock already, and not as the owner that token= names")
         deadline_ns = None if wait_ns is None else now_ns() + wait_ns
-        if run(reenter(self._engine, self._target, lease, retry, deadline_ns), self._engine):
-            return True
-        self._forget(lease)
+        count = lease.count
+        try:
+            if run(reenter(self._engine, self._target, lease, retry, deadline_ns), self._engine):
+                return True
+            self._forget(lease)
+        except BaseException:
+            lease.count = count  # an interrupt may also come when it was counted already
+            raise
         return False
 
     def _once_less(self, lease: Lease) -> None:

@@ -13,7 +13,7 @@ REPORTS = "tests/test_reports.py"
 VALIDITY = "tests/test_rules_validity.py"
 
 PROGRAMS = "src/redbolt/_programs.py"
-LOCK = "src/redbolt/lock.py"
+ARGUMENTS = "src/redbolt/_arguments.py"
 PURE = "src/redbolt/_pure/engine.py"
 ENGINE = "_core/engine.pxi"
 ROUND = "_core/round.pxi"
@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     _both(
         "quorum N/2: half of the nodes are enough",
-        Change(LOCK, "majority = len(nodes) // 2 + 1", "majority = max(1, len(nodes) // 2)"),
+        Change(ARGUMENTS, "majority = nodes // 2 + 1", "majority = max(1, nodes // 2)"),
         tests=(FAULTS, HOLDERS),
     ),
     Mutant(
@@ -60,16 +60,16 @@ MUTANTS = (
         native=(
             Change(
                 ENGINE,
-                "votes.valid_until_ns = validity_end(r.started_ns, lease_ms, drift_ns)",
-                "votes.valid_until_ns = validity_end(r.ended_ns, lease_ms, drift_ns)",
+                "votes.valid_until_ns = r.started_ns + r.valid_ns",
+                "votes.valid_until_ns = r.ended_ns + r.valid_ns",
             ),
             Change(ROUND, "r.ended_ns >= r.started_ns + r.valid_ns", "r.ended_ns >= r.ended_ns + r.valid_ns"),
         ),
         pure=(
             Change(
                 PURE,
-                "votes.valid_until_ns = validity_end_ns(votes.started_ns, lease_ms, drift_ns)",
-                "votes.valid_until_ns = validity_end_ns(votes.ended_ns, lease_ms, drift_ns)",
+                "end_ns = validity_end_ns(votes.started_ns, lease_ms, drift_ns) if",
+                "end_ns = validity_end_ns(votes.ended_ns, lease_ms, drift_ns) if",
             ),
         ),
         tests=(VALIDITY, REPORTS),
@@ -109,7 +109,7 @@ MUTANTS = (
                 "                    conn.busy = True\n                    conn.put_safely(delete)\n"
                 "                    conn.busy = False\n",
                 "            if conn.state == READY:\n"
-                "                conn.site.add_orphan(task.key, delete.token or b'', task.expires_ns)\n"
+                "                conn.site.add_orphan(task.debt(), task.expires_ns)\n"
                 "                conn.slots.clear()\n                conn.close()\n"
                 "                channel.conns[index] = None\n                self._pool.wake()\n",
             ),

@@ -249,7 +249,8 @@ class Care:
         self._wish(due)
         if conn.again_ns:
             self._wish(conn.again_ns)
-        if (site.suspect or conn.state != READY or conn.out) and conn.polled[0] != -1:
+        urgent = site.suspect or conn.state != READY or conn.out or conn.may_fall_back()
+        if urgent and conn.polled[0] != -1:
             self.watched[conn.polled[0]] = conn.polled[1]
 
     def _look_after_site(self, site: Site, now: int) -> None:

@@ -65,6 +65,13 @@ class Channel:
                 return True
         return False
 
+    def may_fall_back(self) -> bool:
+        """Say whether some unanswered write may have to be repeated in another form."""
+        for conn in self.conns:  # noqa: SIM110 - a generator takes twice as long
+            if conn is not None and conn.slots and conn.may_fall_back():
+                return True
+        return False
+
     def is_overdue(self, now: int) -> bool:
         """Say whether a node should have answered by now, or if it is suspect already, be given up by now."""
         for conn in self.conns:

@@ -441,6 +441,15 @@ class Connection:
         """Whether a reply, or the connection itself, is still to come."""
         return bool(self.slots) or self.state < READY
 
+    def may_fall_back(self) -> bool:
+        """Say whether some unanswered write may have to be repeated in another form, and so wants to be read
+        at once.
+        """
+        for task, form, _ in self.slots.copy():
+            if task.plan.writes and task.plan.proofs[form] & ~self.proven:
+                return True
+        return False
+
     def oldest_ns(self) -> int:
         """Since when it owes an answer, if `awaits`."""
         if self.state == READY:

@@ -149,8 +149,9 @@ class Pool:
         if self.closed_ns:
             self.wake()
         elif unfinished:
-            if now + limit_ns < self.care.due_ns:
-                AGENT.due(self.care, now + limit_ns)
+            due_ns = now if channel.may_fall_back() else now + limit_ns
+            if due_ns < self.care.due_ns:
+                AGENT.due(self.care, due_ns)
         elif least_used_ns:
             self.care.expect_surplus(least_used_ns)
 

@@ -11,9 +11,10 @@ from collections.abc import Generator
 from redbolt._clock import now_ns
 from redbolt._drive import Ask, Sleep, Step, Target
 from redbolt._engine import Engine, Votes
-from redbolt._judge import GRANTED, REFUSED, validity_end_ns
+from redbolt._judge import GRANTED, UNDECIDED, validity_end_ns
 from redbolt._programs import COUNT
 from redbolt._steps.acquire import unavailable
+from redbolt.errors import SetupError
 from redbolt.lease import Lease
 from redbolt.retry import Retry
 
@@ -38,26 +39,28 @@ def reenter(
     """Count one hold more.
 
     Returns:
-        True when it is counted; False when the lock was not held any more.
+        True when it is counted; False when the lock was not held any more, or not until then.
 
     Raises:
-        NodesUnavailable, SetupError: the server could not be told until the deadline, in as many tries as
-            there may be, or without both until the end of the lease.
+        NodesUnavailable: the server could not be told until the deadline, or in as many tries as there may
+            be.
+        SetupError: it does not permit it, and waiting cannot mend that.
     """
     tries = 0
     lease.count += 1
     try:
         while lease.held:
             votes = yield from set_count(engine, target, lease)
-            if votes.verdict == GRANTED:
+            if votes.verdict == GRANTED and lease.held:
                 return True
-            if votes.verdict == REFUSED:
+            if votes.verdict != UNDECIDED:  # refused, or so late that no validity is left
                 break
             tries += 1
             wake_ns = now_ns() + int(retry.pause(tries) * 1e9)
             over = retry.count is not None and tries >= retry.count
-            if over or (deadline_ns is not None and wake_ns >= deadline_ns):
-                raise unavailable(engine, votes, target, "cannot acquire")
+            error = unavailable(engine, votes, target, "cannot acquire")
+            if isinstance(error, SetupError) or over or (deadline_ns is not None and wake_ns >= deadline_ns):
+                raise error
             yield Sleep(wake_ns)
     except BaseException:
         lease.count -= 1
