@@ -62,7 +62,7 @@ class Lock:
     database, credentials, encoding, retries, and the socket timeout as the limit for each answer.
 
     Args:
-        redis: a plain ``redis.Redis``.
+        redis: a ``redis.Redis``, or of a class that is derived from it.
         name: the key.
         timeout: life of the key in seconds. None (the default) or 0: it never ends by itself.
         sleep: seconds between two tries of a waiting acquire. Default 0.1.
@@ -84,7 +84,7 @@ class Lock:
             of this class; else the engine does the same with the best command that the server knows.
 
     Raises:
-        TypeError: the client is no plain ``redis.Redis``.
+        TypeError: the client is no ``redis.Redis``, or a pipeline, or one of sentinels.
         ValueError: it has a setting that cannot be kept, or there is no such engine.
         ImportError: the forced engine is not installed.
     """
