@@ -68,8 +68,8 @@ MUTANTS = (
         pure=(
             Change(
                 PURE,
-                "end_ns = validity_end_ns(votes.started_ns, lease_ms, drift_ns) if",
-                "end_ns = validity_end_ns(votes.ended_ns, lease_ms, drift_ns) if",
+                "validity_end_ns(votes.started_ns, lease_ms, drift_ns) if",
+                "validity_end_ns(votes.ended_ns, lease_ms, drift_ns) if",
             ),
         ),
         tests=(VALIDITY, REPORTS),
