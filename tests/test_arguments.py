@@ -199,7 +199,9 @@ def test_a_majority_is_more_than_half(kind: str, nodes: int, majority: int) -> N
 def test_a_drift_factor_that_is_none(
     kind: str, silent: ScriptedNode, factor: Any, error: type[Exception]
 ) -> None:
-    assert "drift_factor" in refused(error, RedLock, [silent.url], "name", clock_drift_factor=factor, engine=kind)
+    assert "drift_factor" in refused(
+        error, RedLock, [silent.url], "name", clock_drift_factor=factor, engine=kind
+    )
 
 
 # ---- the nodes ----
