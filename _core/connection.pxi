@@ -7,8 +7,10 @@ cdef enum:
     MOST_FED = 1_048_576        # bytes of one reply; redbolt._engine.MAX_REPLY
     MOST_CHUNKS_READ = 8        # before somebody else gets a turn
     MOST_RETIRED = 32
-    HANDSHAKE_WORD = -1
-    HANDSHAKE_PING = -2
+    HANDSHAKE_LOGIN = -1        # an error ends the connection
+    HANDSHAKE_PING = -2         # any reply will do
+    HANDSHAKE_HELLO = -3        # an error ends the connection, and the next one goes without
+    HANDSHAKE_NAME = -4         # an error is remembered
 
 cdef int64_t HELD_NS = 50_000_000
 cdef int64_t RETIRE_NS = 1_000_000_000
@@ -119,6 +121,7 @@ cdef void conn_reset(Conn* conn) noexcept nogil:
     memset(conn.proven, 0, sizeof(conn.proven))
     conn.shaking = 0
     conn.heard = 0
+    conn.degraded = 0
     conn.again_ns = conn.held_ns = 0
 
 
@@ -143,11 +146,10 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
     cdef int64_t until = now + RETIRE_NS
     cdef Retired* retired
     cdef int orphans = 0
+    cdef bint waited, again = False
     if state == CLOSED:
         return
-    if ch != NULL and ch.active and ch.vote[conn.node] == OPEN:
-        ch.vote[conn.node] = FAULT
-        copy_cause(&ch.cause[conn.node * CAUSE], cause, strlen(cause))
+    waited = ch != NULL and ch.active and ch.vote[conn.node] == OPEN
     retired = NULL if gone or state < HANDSHAKE else <Retired*>calloc(1, sizeof(Retired))
     if retired != NULL and conn.slots:
         retired.orphan = <Packed**>malloc(conn.slots * sizeof(Packed*))
@@ -157,6 +159,8 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
         slot = slot_at(conn, 0)
         if slot.program == HANDSHAKE_PING:
             node.no_ping = 1
+        elif slot.program < 0:
+            do_without(node, conn, slot.program)
         elif slot.program >= 0 and not is_proven(conn, slot.program, slot.form):
             distrust_form(node, slot.program, slot.form)
     for i in range(conn.slots):
@@ -171,7 +175,7 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
             until = max(until, min(slot.spare.expires_ns, now + LONGEST_RETIRE_NS))
         else:
             node_add_orphan(node, slot.spare)
-    if state == READY and conn.heard:
+    if conn.degraded or (state == READY and conn.heard):
         copy_cause(node.cause, cause, strlen(cause))
         node.next_connect_ns = now
     else:
@@ -179,8 +183,12 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
         if state != READY:
             node.away = 1
     pthread_mutex_unlock(&node.mutex)
-    if state != READY:
+    again = waited and conn.degraded
+    if state != READY and not conn.degraded:
         node_resolve(node)
+    if waited and not again:
+        ch.vote[conn.node] = FAULT
+        copy_cause(&ch.cause[conn.node * CAUSE], cause, strlen(cause))
     if retired != NULL:
         retired.fd = conn.fd
         retired.until_ns = until
@@ -193,6 +201,21 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
     else:
         rb_close(conn.fd)
     conn_reset(conn)
+    if again:  # at once, without what the node does not know
+        conn_open(e, ch, conn, conn.limit_ns)
+
+
+cdef void do_without(NodeState* node, Conn* conn, int program) noexcept nogil:
+    """The node does not know or permit a command of the handshake: connections get along without, if they
+    can.
+    """
+    if program == HANDSHAKE_HELLO:
+        node.no_hello = 1
+    elif program == HANDSHAKE_NAME:
+        node.no_name = 1
+    else:
+        return
+    conn.degraded = 1
 
 
 # ---- opening ----
@@ -264,7 +287,7 @@ cdef void conn_connected(Engine_* e, Channel* ch, Conn* conn) noexcept nogil:
     """The socket is open: log in, or be ready at once if there is nothing to say."""
     cdef NodeState* node = e.node[conn.node]
     cdef Slot slot
-    cdef int i
+    cdef int i, form = (1 if node.no_hello else 0) + (2 if node.no_name else 0)
     if not node.is_unix:
         rb_no_delay(conn.fd)
     rb_wait_for(conn.fd, SLICE_NS)
@@ -276,14 +299,19 @@ cdef void conn_connected(Engine_* e, Channel* ch, Conn* conn) noexcept nogil:
     memset(&slot, 0, sizeof(slot))
     slot.sent_ns = rb_now_ns()
     slot.due_ns = conn.opened_ns + conn.limit_ns
-    slot.program = HANDSHAKE_WORD
-    if node.handshakes:
-        conn.shaking = node.handshakes
-        if not conn_put(conn, node.handshake.bytes, node.handshake.length, &slot):
+    slot.program = HANDSHAKE_HELLO if node.says_hello and not node.no_hello else HANDSHAKE_LOGIN
+    if node.handshakes[form]:
+        conn.shaking = node.handshakes[form]
+        if conn.shaking == 1 and node.says_name and not node.no_name and slot.program != HANDSHAKE_HELLO:
+            slot.program = HANDSHAKE_NAME
+        if not conn_put(conn, node.handshake[form].bytes, node.handshake[form].length, &slot):
             conn_fail(e, ch, conn, b"out of memory", True)
             return
         slot.size = 0
-        for i in range(1, node.handshakes):
+        slot.program = HANDSHAKE_LOGIN
+        for i in range(1, conn.shaking):
+            if i == conn.shaking - 1 and node.says_name and not node.no_name:
+                slot.program = HANDSHAKE_NAME
             conn_push(conn, &slot)
     elif node.suspect and not node.no_ping:
         slot.program = HANDSHAKE_PING
@@ -312,6 +340,7 @@ cdef void conn_ready(Engine_* e, Conn* conn) noexcept nogil:
     if node.away:  # it may be another server by now
         node.away = 0
         memset(node.form, 0, sizeof(node.form))
+        node.no_hello = node.no_name = 0
     pthread_mutex_unlock(&node.mutex)
     for i in range(orphans):
         if not conn_put_spare(conn, orphan[i], now + conn.limit_ns):

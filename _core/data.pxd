@@ -63,7 +63,7 @@ cdef struct Slot:               # who waits for one reply, and what it means
     int64_t sent_ns
     int64_t due_ns              # unanswered after this, the node is suspect
     uint32_t size               # of the command
-    int8_t program              # -1: a command of the handshake, -2: the PING of one
+    int8_t program              # below 0: a command of the handshake
     uint8_t form
     Packed* spare               # of a try its undo, of other writes themselves: sent if the reply asks for it
 
@@ -86,6 +86,7 @@ cdef struct Conn:
     int64_t again_ns            # connect() is to be called again then (backlog full), 0 otherwise
     int64_t held_ns             # what is queued may wait until then for a command to go along with, 0: no more
     int heard                   # some reply has come
+    int degraded                # it ends by what the node can do without: the next one goes without
     uint8_t[MOST_PROGRAMS] proven   # a bit per form: answered on this connection
     size_t fed                  # bytes since the last complete reply
     redisReader* reader
@@ -110,8 +111,13 @@ cdef struct NodeState:
     int resolving
     int numeric
     char resolve_error[CAUSE]
-    Text handshake
-    int handshakes              # how many commands it has
+    Text[4] handshake           # as it is; + 1: without HELLO; + 2: without the name of the connection
+    int[4] handshakes           # how many commands it has
+    int says_hello
+    int says_name
+    int no_hello
+    int no_name                 # it does not let connections have a name
+    int64_t connect_ns          # the most that a round waits for a connect; 0: as long as it waits at all
     int suspect
     int no_ping
     int away                    # a connect failed since it was last there

@@ -35,6 +35,13 @@ cdef inline bint falls_back_on(const char* text, size_t length) noexcept nogil:
     )
 
 
+cdef inline bint is_without_hello(const char* text, size_t length) noexcept nogil:
+    return not (
+        starts_with(text, length, b"WRONGPASS") or starts_with(text, length, b"DENIED")
+        or starts_with(text, length, b"ERR max number of clients")
+    )
+
+
 cdef inline bint starts_with(const char* text, size_t length, const char* head) noexcept nogil:
     cdef size_t size = strlen(head)
     return length >= size and memcmp(text, head, size) == 0
@@ -62,6 +69,11 @@ def validity_end_ns(int64_t started_ns, int64_t lease_ms, int64_t drift_ns):
 def falls_back(bytes error not None):
     """`redbolt._judge.falls_back`, for the test that compares the two."""
     return bool(falls_back_on(error, len(error)))
+
+
+def lacks_hello(bytes error not None):
+    """`redbolt._judge.lacks_hello`, for the test that compares the two."""
+    return bool(is_without_hello(error, len(error)))
 
 
 def is_wrongtype(bytes error not None):

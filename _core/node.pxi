@@ -12,6 +12,7 @@ cdef int64_t LAST_BACK_OFF_NS = 500_000_000
 cdef NodeState* node_new(object node) except NULL:
     cdef NodeState* state = <NodeState*>calloc(1, sizeof(NodeState))
     cdef bytes text
+    cdef int i
     if state == NULL:
         raise MemoryError()
     state.refs = 1
@@ -29,11 +30,16 @@ cdef NodeState* node_new(object node) except NULL:
             text = b"%d" % node.port
             memcpy(state.port, <const char*>text, len(text))
             state.numeric = resolve_into(state, AI_NUMERICHOST | AI_NUMERICSERV) == 0
-        for argv in node.handshake():
-            text = b"*%d\r\n" % len(argv) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in argv])
-            if not text_add(&state.handshake, text, len(text)):
-                raise MemoryError()
-            state.handshakes += 1
+        state.connect_ns = int((node.connect_timeout or 0) * 1e9)
+        state.says_hello = node.protocol == 3
+        state.says_name = bool(node.client_name)
+        for i in range(4):
+            for argv in node.handshake(not i & 1, not i & 2):
+                text = b"*%d\r\n" % len(argv)
+                text += b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in argv])
+                if not text_add(&state.handshake[i], text, len(text)):
+                    raise MemoryError()
+                state.handshakes[i] += 1
     except BaseException:
         node_free(state)
         raise
@@ -48,7 +54,8 @@ cdef void node_free(NodeState* node) noexcept nogil:
     for i in range(node.orphans):
         packed_free(node.orphan[i])
     free(node.orphan)
-    text_free(&node.handshake)
+    for i in range(4):
+        text_free(&node.handshake[i])
     free(node)
 
 

@@ -76,7 +76,11 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
     if node.suspect and conn.state == READY:
         node.suspect = 0
     if slot.program < 0:
-        if is_error(reply) and slot.program == HANDSHAKE_WORD:
+        if is_error(reply) and slot.program == HANDSHAKE_NAME:
+            node.no_name = 1
+        elif is_error(reply) and slot.program != HANDSHAKE_PING:
+            if slot.program == HANDSHAKE_HELLO and is_without_hello(text, strlen(text)):
+                do_without(node, conn, HANDSHAKE_HELLO)
             conn_fail(e, ch, conn, text, False)
             return
         conn.shaking -= 1

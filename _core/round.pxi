@@ -194,6 +194,8 @@ cdef void wait_for_votes(Round* r) noexcept nogil:
                 n += 1
             elif CLOSED < conn.state < HANDSHAKE:  # waits for a name, or for room in a socket's backlog
                 wait_ns = min(wait_ns, MS)
+            if CLOSED < conn.state < HANDSHAKE and e.node[i].connect_ns:
+                wait_ns = max(0, min(wait_ns, conn.opened_ns + e.node[i].connect_ns - now))
         if n == 1 and wait_ns == SLICE_NS and fds[0].events == POLLIN:
             got = await_one(r, &ch.conn[last])
         else:
@@ -210,8 +212,18 @@ cdef void wait_for_votes(Round* r) noexcept nogil:
             if events or CLOSED < conn.state < HANDSHAKE:
                 pthread_mutex_lock(&conn.mutex)
                 conn_advance(e, ch, conn, events, r)
+                give_up_connecting(r, conn)
                 send_if_ready(r, conn)
                 pthread_mutex_unlock(&conn.mutex)
+
+
+cdef void give_up_connecting(Round* r, Conn* conn) noexcept nogil:
+    """Wait for a connect no longer than the node's own limit says. The connection's mutex is held."""
+    cdef char[CAUSE] cause
+    cdef int64_t limit_ns = r.engine.node[conn.node].connect_ns
+    if limit_ns and CLOSED < conn.state < HANDSHAKE and rb_now_ns() >= conn.opened_ns + limit_ns:
+        snprintf(cause, sizeof(cause), b"no connection within %lld ms", <long long>(limit_ns // MS))
+        conn_fail(r.engine, r.channel, conn, cause, True)
 
 
 cdef int await_one(Round* r, Conn* conn) noexcept nogil:

@@ -513,12 +513,18 @@ def test_it_needs_a_client(what: Any) -> None:
         redis_py.Lock(what, "name")
 
 
-def test_a_client_of_another_kind_is_refused(valkey: LocalNode) -> None:
+def test_a_client_of_another_kind_is_refused() -> None:
+    with pytest.raises(TypeError, match="Pipeline"):
+        redis_py.Lock(redis.Redis().pipeline(), "name")
+
+
+def test_a_client_of_a_derived_class(kind: str, valkey: LocalNode) -> None:
     class Special(redis.Redis):
         pass
 
-    with pytest.raises(TypeError, match="Special"):
-        redis_py.Lock(Special(), "name")
+    with Special(valkey.host, valkey.port) as special:
+        with redis_py.Lock(special, "name", timeout=5, engine=kind):
+            assert special.exists("name")
 
 
 # ---- override points ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import ssl
+import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import redis
 import redis.asyncio
 import redis.cluster
-import redis.connection
 import redis.sentinel
+import valkey
+import valkey.asyncio
+import valkey.cluster
+import valkey.sentinel
 
 import redbolt
 from redbolt import Lock, LockError, Node, RedLock, SetupError
@@ -66,11 +70,11 @@ def cycle(lock: Lock) -> None:
         ("redis://example.org?socket_timeout=0.5", Node("example.org")),
         (
             "redis://example.org?protocol=3&health_check_interval=30&decode_responses=True",
-            Node("example.org"),
+            Node("example.org", protocol=3),
         ),
         (
             "redis://example.org?client_name=me&max_connections=5&socket_connect_timeout=1",
-            Node("example.org"),
+            Node("example.org", client_name="me", connect_timeout=1),
         ),
     ],
 )
@@ -88,7 +92,8 @@ def test_a_socket_timeout_in_the_url() -> None:
 @pytest.mark.parametrize(
     ("url", "match"),
     [
-        ("rediss://example.org", "TLS"),
+        ("rediss://example.org?something=1", "something"),
+        ("rediss://example.org?ssl_cert_reqs=some", "Certificate"),
         ("valkeys://example.org", "not the URL"),
         ("http://example.org", "not the URL"),
         ("example.org:6379", "not the URL"),
@@ -117,7 +122,8 @@ def test_a_bad_url_does_not_show_its_password() -> None:
         "http://ann:sesame@example.org",
         "redis://ann:sesame@example.org:port",
         "redis://:sesame@example.org?something=1",
-        "rediss://:sesame@example.org",
+        "rediss://:sesame@example.org?something=1",
+        "rediss://:sesame@example.org?ssl_cert_reqs=some",
         "redis://example.org?password=sesame&something=1",
         "redis://:sesame@example.org:99999",
     ):
@@ -154,6 +160,12 @@ def test_a_bad_url_does_not_show_its_password() -> None:
         ({"socket_timeout": float("inf")}, ValueError),
         ({"socket_timeout": "1"}, TypeError),
         ({"socket_timeout": True}, TypeError),
+        ({"connect_timeout": 0}, ValueError),
+        ({"connect_timeout": "1"}, TypeError),
+        ({"client_name": 1}, TypeError),
+        ({"protocol": 4}, ValueError),
+        ({"protocol": True}, ValueError),
+        ({"dialer": redis.Redis}, TypeError),
     ],
 )
 def test_a_node_that_is_none(arguments: dict[str, Any], error: type[Exception]) -> None:
@@ -339,50 +351,54 @@ def test_a_redlock_takes_a_mixture(kind: str, valkeys: LocalNodes) -> None:
         assert lock.nodes == (Node(a.host, a.port), Node(b.host, b.port), Node(path=c.unix_path))
 
 
-class OwnConnection(redis.connection.Connection):
-    pass
-
-
-class OwnClient(redis.Redis):
-    pass
-
-
-class OwnPool(redis.ConnectionPool):
-    pass
-
-
 def clients_that_cannot_be_copied() -> Iterator[tuple[str, Any]]:
-    yield "ssl", redis.Redis(ssl=True, ssl_cert_reqs="none")
-    yield "rediss", redis.Redis.from_url("rediss://example.org")
     yield "sentinel", redis.sentinel.Sentinel([("127.0.0.1", 1)]).master_for("name")
     yield "sentinel object", redis.sentinel.Sentinel([("127.0.0.1", 1)])
+    yield "valkey's sentinel", valkey.sentinel.Sentinel([("127.0.0.1", 1)]).master_for("name")
     yield "cluster", object.__new__(redis.cluster.RedisCluster)
+    yield "valkey's cluster", object.__new__(valkey.cluster.ValkeyCluster)
     yield "asyncio", redis.asyncio.Redis()
+    yield "valkey's asyncio", valkey.asyncio.Valkey()
     yield "asyncio cluster", object.__new__(redis.asyncio.RedisCluster)
-    yield "own connection", redis.Redis(connection_pool=redis.ConnectionPool(connection_class=OwnConnection))
-    yield "own client", OwnClient()
-    yield "own pool", redis.Redis(connection_pool=OwnPool())
     yield "pipeline", redis.Redis().pipeline()
+    yield "valkey's pipeline", valkey.Valkey().pipeline()
     yield "pool", redis.ConnectionPool()
-    provider = redis.UsernamePasswordCredentialProvider("ann", "hers")
-    yield "credential provider", redis.Redis(credential_provider=provider)
-    pool = redis.ConnectionPool(redis_connect_func=lambda connection: None)
-    yield "connect function", redis.Redis(connection_pool=pool)
+    yield "mock", unittest.mock.MagicMock()
+    yield "mock of a client", unittest.mock.MagicMock(spec=redis.Redis)
+    yield "autospec", unittest.mock.create_autospec(redis.Redis, instance=True)
+    mocked = redis.Redis()
+    mocked.connection_pool = unittest.mock.MagicMock(spec=redis.ConnectionPool)
+    yield "client with a mocked pool", mocked
+    half = redis.Redis()
+    half.connection_pool.connection_class = unittest.mock.MagicMock()
+    yield "client with a mocked connection class", half
     yield "tuple", ("127.0.0.1", 6379)
     yield "number", 6379
     yield "context", ssl.create_default_context()
 
 
 CANNOT = dict(clients_that_cannot_be_copied())
+INSTEAD = {
+    "asyncio": "plain client",
+    "sentinel": "server itself",
+    "cluster": "one of them",
+    "pipeline": "client itself",
+}
 
 
 @pytest.mark.parametrize("what", CANNOT)
 def test_a_client_that_cannot_be_copied_is_refused(what: str) -> None:
     client = CANNOT[what]
-    expected = ValueError if what in ("credential provider", "connect function") else TypeError
-    with pytest.raises(expected) as caught:
+    with pytest.raises(TypeError) as caught:
         Lock(client, "name")
-    assert caught.type is expected
-    assert "hers" not in str(caught.value)
-    with pytest.raises(expected):
+    assert caught.type is TypeError
+    advice = [text for word, text in INSTEAD.items() if word in what]
+    assert all(text in str(caught.value) for text in advice[:1])
+    with pytest.raises(TypeError):
         RedLock([client, "redis://example.org"], "name")
+
+
+def test_one_client_is_no_sequence_of_nodes() -> None:
+    for client in (redis.Redis(), valkey.Valkey(), Node(), "redis://example.org"):
+        with pytest.raises(TypeError, match="sequence"):
+            RedLock(client, "name")  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """Distributed locks on Redis and Valkey: fast, safe under faults, and nice to read."""
 
-from redbolt._engine import EngineChoice
-from redbolt._engine import choose as engine
+from redbolt._engine import EngineChoice, engine
 from redbolt._engine import close_engines as close
 from redbolt.errors import (
     LockError,

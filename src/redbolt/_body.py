@@ -22,7 +22,7 @@ from redbolt._arguments import (
 )
 from redbolt._clock import now_ns
 from redbolt._drive import Target, run
-from redbolt._engine import Votes, engine_for
+from redbolt._engine import Votes, chosen
 from redbolt._judge import GRANTED, REFUSED, drift_ns, validity_end_ns
 from redbolt._programs import EXISTS, FORGET, Program
 from redbolt._steps.acquire import acquire, foreign_type, unavailable
@@ -96,7 +96,7 @@ class Body(ABC):
         self._quorum = check_quorum(quorum, len(nodes))
         self._key = key
         self._limit_ns = milliseconds(node_timeout, "node_timeout") * 1_000_000
-        self._engine = engine_for(nodes, engine)
+        self._engine, self.engine_choice = chosen(nodes, engine)
         plain = Target(
             self._key, self._lease_ms, self._quorum, drift_ns(self._lease_ms, drift_factor), self._limit_ns
         )

@@ -39,7 +39,10 @@ from typing import NamedTuple, Protocol
 from redbolt._programs import DROP, TAKE, Program
 from redbolt.node import Node
 
-__all__ = ["MAX_KEY", "MAX_REPLY", "Engine", "EngineChoice", "Votes", "choose", "close_engines", "engine_for"]
+__all__ = [
+    "MAX_KEY", "MAX_REPLY", "Engine", "EngineChoice", "Votes", "choose", "chosen", "close_engines", "engine",
+    "engine_for",
+]  # fmt: skip
 
 MAX_KEY = 65_536
 """Longest key and token that an engine packs, in bytes."""
@@ -192,18 +195,20 @@ _lock = threading.RLock()  # a signal handler may take a lock while its thread m
 _engines: dict[tuple[str, tuple[Node, ...]], Engine] = {}
 
 
-def choose(kind: str | None = None) -> EngineChoice:
-    """Say which engine a lock with ``engine=kind`` would use.
+def choose(kind: str | None = None, nodes: tuple[Node, ...] = ()) -> EngineChoice:
+    """Say which engine a lock with ``engine=kind`` would use on some nodes.
 
     Args:
         kind: ``"native"`` or ``"pure"`` force one; None leaves it to the environment variable
-            ``REDBOLT_ENGINE``, and without it to what is installed.
+            ``REDBOLT_ENGINE``, and without it to the nodes and to what is installed.
+        nodes: those of the lock; default none that need an engine of their own.
 
     Raises:
-        ValueError: no engine has that name.
+        ValueError: no engine has that name, or the native one is forced for a node that needs the pure one.
         ImportError: the native engine is forced, and cannot be loaded.
     """
     source = "forced by engine="
+    needs_pure = next((node.dialer.why for node in nodes if node.dialer is not None), None)
     if kind is None and (kind := os.environ.get("REDBOLT_ENGINE") or None):
         source = "forced by REDBOLT_ENGINE"
     if kind is not None:
@@ -213,7 +218,11 @@ def choose(kind: str | None = None) -> EngineChoice:
             import_module(_KINDS[kind])
         except ImportError as error:
             raise ImportError(f"the {kind} engine is {source}, but cannot be loaded: {error}") from error
+        if kind == "native" and needs_pure is not None:
+            raise ValueError(f"the native engine is {source}, but {needs_pure}")
         return EngineChoice(kind, source)
+    if needs_pure is not None:
+        return EngineChoice("pure", needs_pure)
     try:
         import_module(_KINDS["native"])
     except ImportError as error:
@@ -223,13 +232,46 @@ def choose(kind: str | None = None) -> EngineChoice:
 
 def engine_for(nodes: tuple[Node, ...], kind: str | None = None) -> Engine:
     """The process's one engine of a kind for these nodes; made if there is none yet. Sends nothing."""
-    name = choose(kind).name
+    return chosen(nodes, kind)[0]
+
+
+def chosen(nodes: tuple[Node, ...], kind: str | None = None) -> tuple[Engine, EngineChoice]:
+    """The engine for these nodes as `engine_for` has it, and why it is that one."""
+    choice = choose(kind, nodes)
+    name = choice.name
     with _lock:
         engine = _engines.get((name, nodes))
         if engine is None:
             make: Callable[[tuple[Node, ...]], Engine] = import_module(_KINDS[name]).Engine
             engine = _engines[name, nodes] = make(nodes)
-        return engine
+        return engine, choice
+
+
+class Choosing(Protocol):
+    """A lock that knows which engine it uses, and why."""
+
+    @property
+    def engine_choice(self) -> EngineChoice: ...
+
+
+def engine(lock: Choosing | str | None = None, kind: str | None = None) -> EngineChoice:
+    """Say which engine is used, and why.
+
+    Args:
+        lock: a lock, to ask for its own. Default None: what a lock on plain nodes would use. A str is taken
+            for ``kind``.
+        kind: as the ``engine=`` of a lock.
+
+    Raises:
+        ValueError, ImportError: as the constructor of such a lock.
+        TypeError: it is no lock.
+    """
+    if lock is None or isinstance(lock, str):
+        return choose(lock or kind)
+    choice = getattr(lock, "engine_choice", None)
+    if not isinstance(choice, EngineChoice):
+        raise TypeError(f"a lock is wanted, not {type(lock).__name__}")
+    return choice
 
 
 def close_engines() -> None:

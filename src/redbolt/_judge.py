@@ -9,7 +9,7 @@ from typing import Final
 
 __all__ = [
     "FAULT", "GRANTED", "NO", "OPEN", "REFUSED", "UNDECIDED", "WAITING", "YES",
-    "drift_ns", "falls_back", "is_wrongtype", "validity_end_ns", "verdict",
+    "drift_ns", "falls_back", "is_wrongtype", "lacks_hello", "validity_end_ns", "verdict",
 ]  # fmt: skip
 
 # What one node has said in a round.
@@ -58,6 +58,16 @@ _FALL_BACK = (b"NOSCRIPT", b"NOPERM", b"ERR unknown command", b"ERR syntax error
 def falls_back(error: bytes) -> bool:
     """Say whether a node's error means that it does not know or permit this form of a program."""
     return error.startswith(_FALL_BACK)
+
+
+_NOT_OF_HELLO = (b"WRONGPASS", b"DENIED", b"ERR max number of clients")
+
+
+def lacks_hello(error: bytes) -> bool:
+    """Say whether a node's answer to HELLO means that it does not know or permit it. Servers and proxies
+    have many words for that; where it means something else, the plain commands will tell.
+    """
+    return not error.startswith(_NOT_OF_HELLO)
 
 
 def is_wrongtype(error: bytes) -> bool:

@@ -27,8 +27,8 @@ class Lock(Body):
     redsync and node-redlock, so they and this lock exclude one another.
 
     Args:
-        client: the node: a URL (``redis://``, ``unix://``), a plain ``redis.Redis`` whose settings are
-            copied, or a `Node`.
+        client: the node: a URL (``redis://``, ``rediss://``, ``unix://``), a ``redis.Redis`` or
+            ``valkey.Valkey`` whose settings are copied, or a `Node`.
         name: name of the lock.
         timeout: length of the lease in seconds; rounded up to whole milliseconds. None (the default) for 30
             seconds.

@@ -15,7 +15,7 @@ from redbolt._arguments import (
 )
 from redbolt._body import DRIFT_FACTOR, REDLOCK_LIMIT, node_limit
 from redbolt._by_key import ByKey
-from redbolt._engine import Votes, engine_for
+from redbolt._engine import Votes, chosen
 from redbolt.node import Node, NodeLike, as_node, as_nodes
 from redbolt.retry import Retry
 
@@ -62,7 +62,7 @@ class Locker:
         limit_ns = milliseconds(limit if node_timeout is None else node_timeout, "node_timeout") * 1_000_000
         self._prefix = prefix
         key_bytes(prefix, "key")
-        self._engine = engine_for(nodes, engine)
+        self._engine, self.engine_choice = chosen(nodes, engine)
         self._by_key = ByKey(self._engine, check_quorum(None, len(nodes)), limit_ns, DRIFT_FACTOR)
 
     def __repr__(self) -> str:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
-from redis.client import Redis
-from redis.connection import Connection, ConnectionPool, UnixDomainSocketConnection, parse_url
+from redbolt._adopt import is_client, refusal, settings_of_client, settings_of_url
+from redbolt._dialer import Dialer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from redis.client import Redis
 
 __all__ = ["Node", "NodeLike", "as_node", "as_nodes"]
 
-NodeLike: TypeAlias = Union[str, "Node", "Redis"]
+NodeLike: TypeAlias = Union[str, "Node", "Redis", Any]
+"""A URL, a `Node`, or a ``redis.Redis`` or ``valkey.Valkey``."""
 
-# Settings of a client or URL that say nothing about which server to reach, nor about what a lock does there.
-_NEUTRAL = {
-    "client_name", "decode_responses", "encoding", "encoding_errors", "health_check_interval",
-    "max_connections", "protocol", "retry", "retry_on_error", "retry_on_timeout", "socket_connect_timeout",
-    "socket_keepalive", "socket_read_size", "timeout",
-}  # fmt: skip
 _LOOPBACK = {"localhost": "127.0.0.1", "::1": "127.0.0.1"}
+# Old servers repeat the words of a command that they do not know.
+_REPEATED = r"(?i:(unknown command\W+(?:AUTH|HELLO)\b\W?).*)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,14 @@ class Node:
         password: its password, or None.
         socket_timeout: seconds to wait for an answer where the lock has no ``node_timeout`` of its own;
             None for the lock's default. It does not take part in comparisons.
+        client_name: the name of our connections in ``CLIENT LIST``, if the server lets them have one. Default
+            none.
+        protocol: 3 for RESP3 where the server knows it, 2 or None (the default) for RESP2. It makes no
+            difference to a lock.
+        connect_timeout: seconds that connecting may take where the lock would wait for longer. Default None:
+            as long as for an answer.
+        dialer: how to connect by a client's own connection class; made by `from_client` and `from_url`.
+            Default none. Such a node is served by the pure engine.
 
     Raises:
         ValueError, TypeError: something of this cannot be an address.
@@ -51,9 +57,13 @@ class Node:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     socket_timeout: float | None = field(default=None, compare=False)
+    client_name: str | None = None
+    protocol: int | None = None
+    connect_timeout: float | None = None
+    dialer: Dialer | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("host", "path", "username", "password"):
+        for name in ("host", "path", "username", "password", "client_name"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{name} must be a str, not {type(value).__name__}")
@@ -67,16 +77,23 @@ class Node:
             raise ValueError("a node needs a host or the path of a unix socket")
         if self.path is not None and not 0 < len(self.path.encode()) <= 107:
             raise ValueError("the path of a unix socket must have from 1 to 107 bytes")
-        timeout = self.socket_timeout
-        if timeout is None:
-            return
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-            raise TypeError(f"socket_timeout must be a number of seconds, not {type(timeout).__name__}")
-        if not (timeout > 0 and math.isfinite(timeout)):
-            raise ValueError(f"socket_timeout must be seconds above 0, not {timeout!r}")
+        protocol = self.protocol
+        if protocol is not None and (isinstance(protocol, bool) or protocol not in (2, 3)):
+            raise ValueError(f"protocol must be 2, 3 or None, not {protocol!r}")
+        if self.dialer is not None and not isinstance(self.dialer, Dialer):
+            raise TypeError(f"a dialer is made by Node.from_client, it is no {type(self.dialer).__name__}")
+        for name in ("socket_timeout", "connect_timeout"):
+            timeout = getattr(self, name)
+            if timeout is None:
+                continue
+            if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+                raise TypeError(f"{name} must be a number of seconds, not {type(timeout).__name__}")
+            if not (timeout > 0 and math.isfinite(timeout)):
+                raise ValueError(f"{name} must be seconds above 0, not {timeout!r}")
 
     def __repr__(self) -> str:
-        return f"<Node {self.address} db={self.db}>"
+        dialer = "" if self.dialer is None else f" by {self.dialer.name}"
+        return f"<Node {self.address} db={self.db}{dialer}>"
 
     @property
     def address(self) -> str:
@@ -95,80 +112,72 @@ class Node:
         host = self.host.lower()
         return _LOOPBACK.get(host, host), self.port
 
-    def handshake(self) -> tuple[tuple[bytes, ...], ...]:
-        """The commands that a new connection sends before anything else."""
+    def handshake(self, hello: bool = True, name: bool = True) -> tuple[tuple[bytes, ...], ...]:
+        """The commands that a new connection sends before anything else.
+
+        Args:
+            hello: False leaves out the ``HELLO`` of protocol 3: the node does not know it.
+            name: False leaves out the name of the connection: the node does not let it have one.
+        """
+        if self.dialer is not None:
+            return ()
         commands: list[tuple[bytes, ...]] = []
-        if self.password is not None:
-            password = self.password.encode()
+        login: tuple[bytes, ...] = ()
+        if self.password is not None or self.username is not None:
             user = () if self.username is None else (self.username.encode(),)
-            commands.append((b"AUTH", *user, password))
+            login = (b"AUTH", *user, (self.password or "").encode())
+        if self.protocol == 3 and hello:
+            if len(login) == 2:
+                login = (b"AUTH", b"default", login[1])
+            login = (b"HELLO", b"3", *login)
+        if login:
+            commands.append(login)
         if self.db:
             commands.append((b"SELECT", b"%d" % self.db))
+        if self.client_name and name:
+            commands.append((b"CLIENT", b"SETNAME", self.client_name.encode()))
         return tuple(commands)
+
+    def scrubbed(self, text: str) -> str:
+        """A server's text without our passwords, which some servers repeat."""
+        text = re.sub(_REPEATED, r"\1", text, flags=re.DOTALL)
+        secrets = [] if self.dialer is None else self.dialer.secrets()
+        for secret in (self.password, *secrets):
+            if secret:
+                text = text.replace(secret, "***")
+        return text
 
     @classmethod
     def from_url(cls, url: str) -> Node:
-        """Read ``redis://[[user]:password@]host[:port][/db]`` or ``unix://[[user]:password@]/path[?db=n]``.
+        """Read ``redis://[[user]:password@]host[:port][/db]``, the same with ``rediss://`` (TLS), or
+        ``unix://[[user]:password@]/path[?db=n]``.
 
         Args:
-            url: the address. ``socket_timeout`` (seconds) may stand in the query; other options that do not
-                change which server is meant are passed over.
+            url: the address. ``client_name``, ``protocol``, ``socket_timeout`` and ``socket_connect_timeout``
+                (seconds) may stand in the query, and with TLS the ``ssl_...`` options of redis-py; other
+                options of redis-py that do not change which server is meant are passed over.
 
         Raises:
-            ValueError: another scheme (TLS, ``rediss://``, is not supported yet), or an option that would
-                matter.
+            ValueError: another scheme, or an option that would matter.
         """
-        if url.startswith("rediss://"):
-            raise ValueError("rediss:// (TLS) is not supported yet; use redis:// or unix://")
-        try:
-            settings: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
-        except ValueError as error:
-            raise ValueError(f"not the URL of a node: {error}") from None
-        settings.pop("connection_class", None)
-        if url.startswith("unix://") and not settings.get("path"):
-            raise ValueError("a unix:// URL needs the path of the socket")
-        return cls._from_settings(settings, "URL")
+        return cls(**settings_of_url(url))
 
     @classmethod
-    def from_client(cls, client: Redis) -> Node:
-        """Copy address, database and credentials from a plain ``redis.Redis``; the client itself is not used.
+    def from_client(cls, client: Any) -> Node:
+        """Copy the settings of a ``redis.Redis`` or ``valkey.Valkey``; the client and its pool are not used.
+
+        Where plain connections cannot honour them (TLS, its own connection class, a credential provider) the
+        node keeps them as its ``dialer``.
 
         Raises:
-            TypeError: a client of another kind (cluster, sentinel, asyncio, TLS, own connection class or
-                pool).
-            ValueError: it has a credential provider or another setting that cannot be copied.
+            TypeError: a client of another kind (of a cluster, of sentinels, for asyncio), or a mock.
+            ValueError: a setting that is no address.
         """
-        pool = client.connection_pool
-        if type(pool).__module__.split(".")[0] != "redis" or not isinstance(pool, ConnectionPool):
-            raise TypeError(f"cannot copy the settings of a client with a {type(pool).__name__}")
-        if type(pool).__name__ not in ("ConnectionPool", "BlockingConnectionPool"):
-            raise TypeError(f"cannot copy the settings of a client with a {type(pool).__name__}")
-        if pool.connection_class not in (Connection, UnixDomainSocketConnection):
-            raise TypeError(
-                f"cannot copy the settings of a client that uses {pool.connection_class.__name__}"
-            )
-        settings = pool.connection_kwargs
-        for name in ("credential_provider", "redis_connect_func"):
-            if settings.get(name) is not None:
-                raise ValueError(f"cannot copy a client's {name}")
-        wanted = ("host", "port", "path", "db", "username", "password", "socket_timeout")
-        return cls._from_settings({name: settings[name] for name in wanted if name in settings}, "client")
-
-    @classmethod
-    def _from_settings(cls, settings: Mapping[str, Any], source: str) -> Node:
-        known = {name: value for name, value in settings.items() if name not in _NEUTRAL}
-        unknown = known.keys() - cls.__dataclass_fields__.keys()
-        if unknown:
-            raise ValueError(
-                f"the {source} has options that a lock cannot honour: {', '.join(sorted(unknown))}"
-            )
-        if known.get("db") is None:
-            known.pop("db", None)
-        return cls(**known)
+        return cls(**settings_of_client(client))
 
 
 def as_node(client: NodeLike) -> Node:
-    """Make a `Node` of a URL, a plain ``redis.Redis`` or a `Node`.
+    """Make a `Node` of a URL, a ``redis.Redis`` or ``valkey.Valkey``, or a `Node`.
 
     Raises:
         TypeError: it is none of them.
@@ -178,9 +187,9 @@ def as_node(client: NodeLike) -> Node:
         return client
     if isinstance(client, str):
         return Node.from_url(client)
-    if type(client) is Redis:
+    if is_client(client):
         return Node.from_client(client)
-    raise TypeError(f"a node is a URL, a redis.Redis or a redbolt.Node, not {type(client).__name__}")
+    raise TypeError(refusal(client))
 
 
 def as_nodes(clients: Iterable[NodeLike]) -> tuple[Node, ...]:
@@ -190,7 +199,7 @@ def as_nodes(clients: Iterable[NodeLike]) -> tuple[Node, ...]:
         TypeError: not a sequence of nodes (a single URL, say).
         ValueError: no node at all, or the same server twice.
     """
-    if isinstance(clients, (str, bytes, Node, Redis)):
+    if isinstance(clients, (str, bytes, Node)) or is_client(clients):
         raise TypeError(
             f"nodes must be a sequence of URLs, clients or Nodes, not one {type(clients).__name__}"
         )

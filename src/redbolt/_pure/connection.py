@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from redbolt._clock import now_ns
-from redbolt._judge import FAULT, falls_back
+from redbolt._judge import FAULT, falls_back, lacks_hello
 from redbolt._programs import TYPE
-from redbolt._pure.resolve import Address
+from redbolt._pure.resolve import Address, LookUp
 from redbolt._pure.resp import (
     ERROR,
     PUSH,
@@ -40,6 +40,7 @@ from redbolt._pure.task import Debt, Task, delete_task
 
 if TYPE_CHECKING:
     from redbolt._pure.channel import Channel
+    from redbolt._pure.dial import Dial, Dialing
 
 __all__ = [
     "BROKEN",
@@ -65,6 +66,7 @@ CLOSED: Final = 7
 
 MOST_BACKLOG: Final = 262_144  # bytes of unanswered commands
 _LEAST_SILENCE_NS = 1_000_000_000
+_DIAL_NS = 25_000_000_000  # so long a dial may take, which has its own timeouts
 _READ = 16_384
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 _AGAIN_NS = 1_000_000
@@ -74,19 +76,21 @@ _LATER = frozenset((errno.EAGAIN, errno.EWOULDBLOCK))
 Slot: TypeAlias = tuple[Task, int, int]
 """A command whose reply is awaited: task, form, size in bytes."""
 
-_HELLO = Task(
-    Plan(TYPE), b"", (), 0, 0, 0
-)  # stands for a command of the handshake: an error ends the connection
-_PING = Task(Plan(TYPE), b"", (), 0, 0, 0)  # stands for one to which any reply will do
+# These stand for the commands of the handshake.
+_LOGIN = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error ends the connection
+_HELLO = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error ends it, and the next one goes without
+_NAME = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error is remembered
+_PING = Task(Plan(TYPE), b"", (), 0, 0, 0)  # any reply will do
+_OPTIONAL = {b"HELLO": _HELLO, b"CLIENT": _NAME}
 
 
 class Connection:
     """See the module."""
 
     __slots__ = (
-        "_addresses", "_look_up", "again_ns", "backlog", "box", "busy", "carried", "cause", "channel",
-        "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns", "out", "polled", "proven", "reader",
-        "sane", "site", "slots", "sock", "state", "until_ns",
+        "_addresses", "_dial", "_look_up", "again_ns", "backlog", "box", "busy", "carried", "cause",
+        "channel", "connect_by_ns", "degraded", "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns",
+        "out", "polled", "proven", "reader", "sane", "site", "slots", "sock", "state", "until_ns",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, site: Site, now: int, limit_ns: int) -> None:
@@ -113,8 +117,11 @@ class Connection:
         self.doubtful = False  # some delete is unanswered whose form the node may not know
         self.reader = Reader()
         self.again_ns = 0  # connecting is to be tried again then, if not 0
+        self.connect_by_ns = now + site.connect_ns if site.connect_ns else 0  # no round waits for longer
+        self.degraded = False  # it ended by what the node can do without: the next one goes without
         self._addresses: Iterator[Address] = iter(())
-        self._look_up = site.resolver.addresses()
+        self._dial: Dial | None = None  # what makes it, if its node has it dialled
+        self._look_up = site.resolver.addresses() if site.dialing is None else LookUp()
 
     # ---- opening ----
 
@@ -134,7 +141,9 @@ class Connection:
 
     def _proceed(self, now: int, events: int) -> None:
         if self.state == RESOLVING:
-            if self._look_up.done:
+            if self.site.dialing is not None:
+                self._take_over(self.site.dialing)
+            elif self._look_up.done:
                 if not self._look_up.addresses:
                     self.end(f"cannot resolve its name: {self._look_up.error}")
                     return
@@ -194,14 +203,27 @@ class Connection:
         else:
             self._greet()
 
+    def _take_over(self, dialing: Dialing) -> None:
+        """Have it dialled, and go on with its socket; the dial has said all of the handshake."""
+        dial = self._dial
+        if dial is None:
+            dial = self._dial = dialing.begin()
+        if dial.done and dial.socket is None:
+            self.end(dial.cause)
+        elif dial.done:
+            self.opened_ns = now_ns()  # a long dial must not be held against what follows it
+            self.sock = dial.socket
+            self.fd = dial.socket.fileno()
+            self._greet()
+
     def _greet(self) -> None:
         """The socket is open: log in, or be ready at once if there is nothing to say."""
         site = self.site
         self.state = HANDSHAKE
         with self.lock:
-            for words in site.hello:
-                self.put(_HELLO, 0, words)
-            if not site.hello:
+            for words in site.node.handshake(not site.no_hello, not site.no_name):
+                self.put(_OPTIONAL.get(words[0], _LOGIN), 0, pack_command(words))
+            if not self.slots:
                 if site.suspect and not site.no_ping:
                     self.put(_PING, 0, pack_command((b"PING",)))
                 else:
@@ -358,12 +380,16 @@ class Connection:
     def _rare(self, task: Task, form: int, reply: Reply, current: Task | None) -> Answer | None:
         """The answer of an uncommon reply; None if it is none (and the connection maybe BROKEN)."""
         kind, value = reply
-        if task is _PING:
+        if task is _PING or task is _NAME:
+            if kind == ERROR and task is _NAME:
+                self.site.no_name = True
             return None
-        if task is _HELLO:
+        if task is _HELLO or task is _LOGIN:
             if kind == ERROR:
                 assert isinstance(value, bytes)
-                self.end(self.site.scrubbed(text_of(value)), BROKEN)
+                if task is _HELLO and lacks_hello(value):
+                    self.site.no_hello = self.degraded = True
+                self.end(self.site.node.scrubbed(text_of(value)), BROKEN)
             return None
         plan = task.plan
         if kind == ERROR and form < plan.last and falls_back(value):  # type: ignore[arg-type]
@@ -391,7 +417,7 @@ class Connection:
     def _unasked(self, reply: Reply) -> str:
         kind, value = reply
         if kind in (ERROR, STATUS) and isinstance(value, bytes) and value:
-            return self.site.scrubbed(text_of(value))
+            return self.site.node.scrubbed(text_of(value))
         return "a reply that nobody asked for"
 
     # ---- ending ----
@@ -437,6 +463,8 @@ class Connection:
 
     def replace_ns(self) -> int:
         """When it is given up, if `awaits` still holds."""
+        if self.state == RESOLVING and self.site.dialing is not None:
+            return self.opened_ns + _DIAL_NS
         return self.oldest_ns() + max(_LEAST_SILENCE_NS, 4 * (self.due_ns() - self.oldest_ns()))
 
     def overdue_text(self) -> str:
@@ -447,7 +475,8 @@ class Connection:
     def draw_conclusions(self) -> bool:
         """The server has ended it: see what that tells about the oldest command.
 
-        Proxies hang up on commands that they do not know. Returns True if the node gets another form of it.
+        Proxies hang up on commands that they do not know. Returns True if the node gets another form of it,
+        or can do without it.
         """
         site = self.site
         if not self.slots:
@@ -457,6 +486,11 @@ class Connection:
         if task is _PING:
             site.no_ping = True
             return False
+        if task is _HELLO or task is _NAME:
+            site.no_hello |= task is _HELLO
+            site.no_name |= task is _NAME
+            self.degraded = True
+            return True
         unproven = plan.proofs[form] & ~site.proven
         if unproven and site.forms[plan.index] == form:
             site.forms[plan.index] = form + 1
@@ -486,6 +520,8 @@ class Connection:
         self.state = CLOSED
 
     def _shut_box(self) -> None:
+        if self._dial is not None:
+            self._dial.drop()
         for sock in self.box:
             sock.close()
         self.box.clear()

@@ -14,6 +14,7 @@ from redbolt._programs import DROP, TAKE, Program
 from redbolt._pure.agent import NEVER
 from redbolt._pure.channel import Channel
 from redbolt._pure.connection import (
+    HANDSHAKE,
     MOST_BACKLOG,
     READY,
     RESOLVING,
@@ -294,6 +295,10 @@ class Engine:
         index = conn.site.index
         if conn.state > READY:
             self._pool.lose(conn)
+            if conn.degraded and index in task.waiting:  # at once again, without what the node does not know
+                again = self._pool.open(channel, conn.site, now_ns(), task.limit_ns)
+                self._follow_up(channel, again, task)
+                return
             if index in task.waiting or task.written[index] is conn:
                 task.waiting.discard(index)
                 task.settle(index, (FAULT, 0, conn.cause))
@@ -367,10 +372,17 @@ class Engine:
         now = now_ns()
         for index in list(task.waiting):
             conn = channel.conns[index]
-            if conn is not None and (conn.state == RESOLVING or conn.again_ns):
+            if conn is None or conn.state >= HANDSHAKE:
+                continue
+            if conn.connect_by_ns:
+                timeout = max(0, min(timeout, -(-(conn.connect_by_ns - now) // 1_000_000)))
+            if conn.connect_by_ns and now >= conn.connect_by_ns:
+                conn.end(f"no connection within {conn.site.connect_ns // 1_000_000} ms")
+                self._follow_up(channel, conn, task)
+            elif conn.state == RESOLVING or conn.again_ns:
                 conn.proceed(now, 0)
                 self._follow_up(channel, conn, task)
-                timeout = 1
+                timeout = min(timeout, 1)
         return timeout if task.open else 0
 
     def _catch_up(self, channel: Channel, now: int) -> None:

@@ -173,7 +173,7 @@ class Pool:
             if channel.conns[site.index] is conn:
                 channel.conns[site.index] = None
             other_form = conn.state == DEAD and conn.draw_conclusions()
-            if conn.heard or other_form:
+            if conn.heard or other_form or conn.degraded:
                 site.cause = conn.cause
             else:
                 site.failed(conn.cause, now)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from redbolt._programs import PROGRAMS
 from redbolt._pure.resolve import Resolver
-from redbolt._pure.resp import pack_command
 from redbolt._pure.task import Debt
 from redbolt.node import Node
+
+if TYPE_CHECKING:
+    from redbolt._pure.dial import Dialing
 
 __all__ = ["Site"]
 
@@ -22,16 +25,24 @@ class Site:
     """What the engine knows of one node."""
 
     __slots__ = (
-        "away", "back_off_ns", "cause", "forms", "hello", "index", "next_connect_ns", "no_ping", "node",
-        "orphans", "proven", "resolver", "suspect",
+        "away", "back_off_ns", "cause", "connect_ns", "dialing", "forms", "index", "next_connect_ns",
+        "no_hello", "no_name", "no_ping", "node", "orphans", "proven", "resolver", "suspect",
     )  # fmt: skip
 
     def __init__(self, index: int, node: Node, on_resolved: Callable[[], None]) -> None:
         self.index = index
         self.node = node
-        self.hello = [pack_command(words) for words in node.handshake()]
+        self.connect_ns = int((node.connect_timeout or 0) * 1e9)  # most that a round waits for it; 0: its own
         self.resolver = Resolver(node, on_resolved)
+        self.dialing: Dialing | None = None  # what makes its connections, if they are not plain ones
+        if node.dialer is not None:
+            from redbolt._pure.dial import Dialing  # here: few programs need it, and it loads ssl
+
+            self.connect_ns = 0
+            self.dialing = Dialing(node, node.dialer, on_resolved)
         self.no_ping = False
+        self.no_hello = False
+        self.no_name = False  # it does not let connections have a name
         self.reset()
 
     def reset(self) -> None:
@@ -46,6 +57,8 @@ class Site:
         self.orphans: dict[Debt, int] = {}
         """Deletes that the next connection has to bring, and the end of their use."""
         self.resolver.after_fork()
+        if self.dialing is not None:
+            self.dialing.after_fork()
 
     def doubt(self, cause: str) -> None:
         """It does not answer."""
@@ -59,7 +72,8 @@ class Site:
         self.away = True
         self.back_off_ns = min(_LAST_BACK_OFF_NS, max(_FIRST_BACK_OFF_NS, 2 * self.back_off_ns))
         self.next_connect_ns = now + int(self.back_off_ns * random.uniform(0.5, 1.0))
-        self.resolver.refresh()
+        if self.dialing is None:
+            self.resolver.refresh()
 
     def answered(self) -> None:
         """A connection is ready."""
@@ -69,6 +83,7 @@ class Site:
             self.away = False
             self.forms = [0] * len(PROGRAMS)
             self.proven = 0
+            self.no_hello = self.no_name = False
 
     def add_orphan(self, debt: Debt, expires_ns: int) -> None:
         """Owe the node a delete."""
@@ -82,8 +97,3 @@ class Site:
         for debt, expires_ns in list(self.orphans.items()):
             if expires_ns <= now:
                 self.orphans.pop(debt, None)
-
-    def scrubbed(self, text: str) -> str:
-        """A server's text without our password, which some servers repeat."""
-        password = self.node.password
-        return text.replace(password, "***") if password else text

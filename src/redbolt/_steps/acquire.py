@@ -28,7 +28,7 @@ _SPLIT_ROUNDS = 4  # bound of the first pause after a split vote, in measured ro
 def causes(engine: Engine, votes: Votes) -> dict[str, str]:
     """What each node that could not vote gave as its cause."""
     told = zip(engine.nodes, votes.outcomes(), strict=True)
-    return {node.address: text for node, (vote, text) in told if vote == FAULT}
+    return {node.address: node.scrubbed(text) for node, (vote, text) in told if vote == FAULT}
 
 
 def unavailable(

@@ -23,7 +23,7 @@ from redis.client import Redis
 from redis.exceptions import LockError, LockNotOwnedError, RedisError
 
 from redbolt._clock import now_ns, sleep_until
-from redbolt._engine import Votes, engine_for
+from redbolt._engine import Votes, chosen
 from redbolt._judge import GRANTED, UNDECIDED
 from redbolt._programs import ADD_TIME, DROP, KEEP, OWNED, SET_TIME, TAKE, TYPE, Program
 from redbolt.node import Node, as_node
@@ -62,7 +62,7 @@ class Lock:
     database, credentials, encoding, retries, and the socket timeout as the limit for each answer.
 
     Args:
-        redis: a plain ``redis.Redis``.
+        redis: a ``redis.Redis``, or of a class that is derived from it.
         name: the key.
         timeout: life of the key in seconds. None (the default) or 0: it never ends by itself.
         sleep: seconds between two tries of a waiting acquire. Default 0.1.
@@ -84,7 +84,7 @@ class Lock:
             of this class; else the engine does the same with the best command that the server knows.
 
     Raises:
-        TypeError: the client is no plain ``redis.Redis``.
+        TypeError: the client is no ``redis.Redis``, or a pipeline, or one of sentinels.
         ValueError: it has a setting that cannot be kept, or there is no such engine.
         ImportError: the forced engine is not installed.
     """
@@ -123,7 +123,7 @@ class Lock:
         self.raise_on_release_error = raise_on_release_error
         self.local: Any = threading.local() if self.thread_local else SimpleNamespace()
         self.local.token = None
-        self._engine = engine_for((node,), engine)
+        self._engine, self.engine_choice = chosen((node,), engine)
         self._limit_ns = int(min(node.socket_timeout or _LIMIT, _LONGEST_LIMIT) * 1e9)
         self._last_key: tuple[Any, bytes] = (object(), b"")
         self.register_scripts()
