@@ -19,6 +19,7 @@ import redbolt
 from redbolt import Lock, Node, NodesUnavailable, RedLock, SetupError
 from redbolt.compat.redis_py import Lock as RedisPyLock
 from redbolt.local import LocalNode, LocalNodes
+from redbolt.node import as_node
 from tests.kit.clients import eventually, raw
 from tests.kit.scripted import ScriptedNode
 
@@ -330,3 +331,14 @@ def test_nobody_listens(kind: str) -> None:
     client = own_client(Node(port=1)) if kind == "pure" else redis.Redis(port=1)
     with pytest.raises(NodesUnavailable, match=os.strerror(111) if kind == "native" else "ConnectionError"):
         Lock(client, "name").acquire(blocking=False)
+
+
+def test_a_client_is_read_once_and_again_when_its_settings_have_changed() -> None:
+    client = redis.Redis(port=7001)
+    assert as_node(client) is as_node(client)
+    client.connection_pool.connection_kwargs["port"] = 7002
+    assert as_node(client) == Node(port=7002, socket_timeout=5)
+    client.connection_pool.connection_class = redis.connection.SSLConnection
+    assert as_node(client).dialer is not None
+    with pytest.raises(TypeError, match="pipeline"):
+        as_node(client.pipeline())

@@ -13,7 +13,9 @@ import pytest
 
 import redbolt
 from redbolt._engine import engine_for
+from redbolt.local import LocalNode
 from redbolt.node import Node
+from tests.kit.clients import eventually, raw
 
 SRC = str(Path(redbolt.__file__).parents[1])
 BLOCKED = """
@@ -121,3 +123,16 @@ def test_one_engine_per_kind_and_nodes(kind: str) -> None:
     assert engine_for((Node(port=1, db=1), Node(port=2)), kind) is not engine
     redbolt.close()
     assert engine_for(nodes, kind) is not engine
+
+
+def test_close_also_ends_what_an_older_lock_has_opened_again(kind: str, valkey: LocalNode) -> None:
+    def connections() -> int:
+        return int(raw(valkey, "INFO", "clients")["connected_clients"])
+
+    lock = redbolt.Lock(valkey.url, "name", engine=kind)
+    others = connections()
+    for _ in range(2):
+        with lock:
+            pass
+        redbolt.close()
+    eventually(lambda: connections() <= others)

@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 
-from redbolt import LockError, LockLost, NodesUnavailable, ReleaseUnconfirmed
+from redbolt import Lock, LockError, LockLost, NodesUnavailable, ReentrantLock, ReleaseUnconfirmed
 from redbolt.local import LocalNode, LocalNodes
 from tests.kit.clients import SLACK, eventually, raw
 from tests.kit.faults import FAULTS, BadLink, E, Field, T, absent, within
+from tests.kit.proxy import FaultProxy
 
 Move = Callable[[float], None]
 NAME = "name"
@@ -233,3 +234,30 @@ def test_a_holder_that_slept_through_its_lease_does_not_take_the_lock_from_the_n
             first.release()
         assert second.owned()
         second.release()
+
+
+@pytest.mark.parametrize("lock_class", [Lock, ReentrantLock])
+def test_a_late_short_extension_is_reckoned_with(
+    kind: str, valkey: LocalNode, lock_class: type[Lock] | type[ReentrantLock]
+) -> None:
+    """It hangs in the network while a longer one is confirmed on another connection."""
+    with FaultProxy(valkey) as proxy:
+        lock = lock_class(proxy.url, NAME, 10, node_timeout=0.05 * SLACK, engine=kind)
+        lock.acquire()
+        proxy.delay(up=3600)
+        with pytest.raises(NodesUnavailable):
+            lock.extend(3, replace_ttl=True)
+        proxy.delay(up=0)
+
+        def extended() -> bool:
+            try:
+                return lock.extend(60, replace_ttl=True)
+            except NodesUnavailable:
+                return False
+
+        eventually(extended)
+        assert raw(valkey, "PTTL", NAME) > 50_000
+        assert lock.left() <= 3
+        assert lock.reacquire()
+        assert lock.left() <= 3
+        raw(valkey, "DEL", NAME)

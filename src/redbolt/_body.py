@@ -208,6 +208,7 @@ class Body(ABC):
         own, started_ns = (None, 0) if token is None else (token_bytes(token), now_ns())
         before: Lease | None = hold.lease
         if before is not None and before.held and before.owner == _process.owner():
+            started_ns = started_ns or now_ns()
             retry = self.retry if sleep is None else Retry(self.retry.count, sleep)
             wait_ns = None if blocking_timeout is None else int(blocking_timeout * 1e9)
             if self._again(before, own, retry, wait_ns if blocking else 0):
@@ -304,7 +305,8 @@ class Body(ABC):
             replace_ttl: True: the seconds are the new remaining time, instead of being added. Default False.
 
         Returns:
-            True.
+            True. After an extension that was not answered (`NodesUnavailable`) the lease is good for no
+            longer than that one was, since it may still be executed.
 
         Raises:
             LockNotOwned: this caller does not hold it; nothing was sent.
@@ -344,7 +346,11 @@ class Body(ABC):
         lease.shorten(validity_end_ns(now, length_ms, drift))
         engine, votes = self._engine, self._engine.votes()
         program, args = self._prolong(lease, length_ms)
-        engine.round(votes, program, self._key, args, self._quorum, self._limit_ns)
+        try:
+            engine.round(votes, program, self._key, args, self._quorum, self._limit_ns)
+        except BaseException:
+            lease.doubt(now, validity_end_ns(now, length_ms, drift))
+            raise
         valid_until_ns = validity_end_ns(votes.started_ns, length_ms, drift)
         if votes.verdict == GRANTED and votes.ended_ns < valid_until_ns:
             lease.renew(votes.started_ns, length_ms, valid_until_ns)
@@ -353,6 +359,7 @@ class Body(ABC):
             lease.end()
             self._target.take_back(engine, lease.token, lease.touched)
             raise LockLost(f"lock {self._key!r} is lost: its token is gone from the servers", self._key)
+        lease.doubt(votes.started_ns, valid_until_ns)
         raise unavailable(engine, votes, self._target, "cannot extend")
 
     def locked(self) -> bool:

@@ -31,10 +31,11 @@ checks:
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from collections.abc import Callable
+import weakref
 from importlib import import_module
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from redbolt._programs import DROP, TAKE, Program
 from redbolt.node import Node
@@ -193,6 +194,7 @@ class EngineChoice(NamedTuple):
 _KINDS = {"native": "redbolt._core", "pure": "redbolt._pure"}
 _lock = threading.RLock()  # a signal handler may take a lock while its thread makes one
 _engines: dict[tuple[str, tuple[Node, ...]], Engine] = {}
+_all: weakref.WeakSet[Engine] = weakref.WeakSet()  # also those that were closed, and only older locks use
 
 
 def choose(kind: str | None = None, nodes: tuple[Node, ...] = ()) -> EngineChoice:
@@ -215,7 +217,7 @@ def choose(kind: str | None = None, nodes: tuple[Node, ...] = ()) -> EngineChoic
         if kind not in _KINDS:
             raise ValueError(f"there is no engine {kind!r}; there are {' and '.join(map(repr, _KINDS))}")
         try:
-            import_module(_KINDS[kind])
+            _load(kind)
         except ImportError as error:
             raise ImportError(f"the {kind} engine is {source}, but cannot be loaded: {error}") from error
         if kind == "native" and needs_pure is not None:
@@ -224,7 +226,7 @@ def choose(kind: str | None = None, nodes: tuple[Node, ...] = ()) -> EngineChoic
     if needs_pure is not None:
         return EngineChoice("pure", needs_pure)
     try:
-        import_module(_KINDS["native"])
+        _load("native")
     except ImportError as error:
         return EngineChoice("pure", f"the native engine cannot be loaded: {error}")
     return EngineChoice("native", "the default")
@@ -242,9 +244,14 @@ def chosen(nodes: tuple[Node, ...], kind: str | None = None) -> tuple[Engine, En
     with _lock:
         engine = _engines.get((name, nodes))
         if engine is None:
-            make: Callable[[tuple[Node, ...]], Engine] = import_module(_KINDS[name]).Engine
-            engine = _engines[name, nodes] = make(nodes)
+            engine = _engines[name, nodes] = _load(name).Engine(nodes)
+            _all.add(engine)
         return engine, choice
+
+
+def _load(kind: str) -> Any:
+    """The module of an engine."""
+    return sys.modules.get(_KINDS[kind]) or import_module(_KINDS[kind])
 
 
 class Choosing(Protocol):
@@ -277,7 +284,7 @@ def engine(lock: Choosing | str | None = None, kind: str | None = None) -> Engin
 def close_engines() -> None:
     """Retire the connections of all engines of this process; locks that are held end by their lease."""
     with _lock:
-        engines = list(_engines.values())
+        engines = list(_all)
         _engines.clear()
     for engine in engines:
         engine.close()

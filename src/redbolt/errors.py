@@ -85,7 +85,8 @@ class SetupError(LockError):
 # failed inside it, and reports a denied permission as a plain ERR: so the word is looked for anywhere.
 _SETUP_WORDS = (
     r"(?:^|[\s:-])(?:NOAUTH|WRONGPASS|NOPERM|NOPROTO|DENIED|MOVED|ASK|CROSSSLOT)\b"
-    r"|ACL failure in script|(?i:invalid (?:username-)?password|without any password configured)"
+    r"|ACL failure in script|can't run this command"
+    r"|(?i:invalid (?:username-)?password|without any password configured)"
     r"|(?i:DB index is out of range|unknown command|syntax error|wrong number of arguments)"
     r"|(?:^|\s)(?:Authentication\w*|Authorization|NoPermission|Data)Error: |has no socket that a lock can use"
     r"|\[SSL: (?!UNEXPECTED_EOF)|(?i:certificate verify failed)"

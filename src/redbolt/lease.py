@@ -24,8 +24,8 @@ class Lease:
     """
 
     __slots__ = (
-        "__weakref__", "_generation", "_valid_until_ns", "count", "key", "latch", "length_ms", "owner",
-        "release_unknown", "started_ns", "token", "touched",
+        "__weakref__", "_generation", "_surely_ns", "_valid_until_ns", "count", "key", "latch", "length_ms",
+        "owner", "release_unknown", "started_ns", "token", "touched",
     )  # fmt: skip
 
     def __init__(self, key: bytes, length_ms: int, votes: Votes, owner: int) -> None:
@@ -34,6 +34,7 @@ class Lease:
         self.length_ms = length_ms
         self.started_ns = votes.started_ns
         self._valid_until_ns = votes.valid_until_ns
+        self._surely_ns: int | None = None  # what a renewal is good for, if a shorter one may yet be executed
         self.owner = owner
         self.count = 1
         self.latch = b""
@@ -74,9 +75,18 @@ class Lease:
 
     def renew(self, started_ns: int, length_ms: int, valid_until_ns: int) -> None:
         """Note that a quorum gave the key a new life."""
+        if self._surely_ns is not None:
+            valid_until_ns = min(valid_until_ns, started_ns + self._surely_ns)
         self.started_ns = started_ns
         self.length_ms = length_ms
         self._valid_until_ns = valid_until_ns
+
+    def doubt(self, started_ns: int, valid_until_ns: int) -> None:
+        """Note that a renewal was not answered: it may be executed at any time from now on, also after a
+        later and longer one, and then the key has that life.
+        """
+        surely_ns = valid_until_ns - started_ns
+        self._surely_ns = surely_ns if self._surely_ns is None else min(surely_ns, self._surely_ns)
 
     def end(self) -> None:
         """Note that it is over: released, or found lost."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
@@ -186,10 +188,34 @@ def as_node(client: NodeLike) -> Node:
     if isinstance(client, Node):
         return client
     if isinstance(client, str):
-        return Node.from_url(client)
+        return _node_of_url(client)
     if is_client(client):
-        return Node.from_client(client)
+        return _node_of_client(client)
     raise TypeError(refusal(client))
+
+
+# Locks are often made anew for each use, and reading settings takes a good part of a lock's cycle.
+_node_of_url = functools.lru_cache(maxsize=256)(Node.from_url)
+_known: weakref.WeakKeyDictionary[Any, tuple[type, type, dict[str, Any], Node]] = weakref.WeakKeyDictionary()
+
+
+def _node_of_client(client: Any) -> Node:
+    pool: Any = getattr(client, "connection_pool", None)
+    try:
+        known = _known.get(pool)
+    except TypeError:  # some pool that cannot be a key
+        return Node.from_client(client)
+    if known is not None:
+        kind, connections, settings, node = known
+        if (
+            kind is type(client)
+            and connections is pool.connection_class
+            and settings == pool.connection_kwargs
+        ):
+            return node
+    node = Node.from_client(client)
+    _known[pool] = type(client), pool.connection_class, dict(pool.connection_kwargs), node
+    return node
 
 
 def as_nodes(clients: Iterable[NodeLike]) -> tuple[Node, ...]:
@@ -208,7 +234,7 @@ def as_nodes(clients: Iterable[NodeLike]) -> tuple[Node, ...]:
         raise ValueError("a lock needs at least one node")
     seen: dict[tuple[str, int], Node] = {}
     for node in nodes:
-        twin = seen.setdefault(node.identity, node)
-        if twin is not node:
+        if (twin := seen.get(node.identity)) is not None:
             raise ValueError(f"the same node twice: {twin.address} and {node.address}")
+        seen[node.identity] = node
     return nodes
