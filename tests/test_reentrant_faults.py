@@ -356,7 +356,7 @@ def test_a_partial_release_needs_no_answer(spot: Spot, fault: str) -> None:
         if fault in KEEPING:
             assert repeated(lock.reacquire)
             assert spot.holders() == {owner: b"2"}  # the next command has set it right
-            assert 18 < lock.left() <= 20
+            assert 8 < lock.left() <= 10  # the shorter one may still be executed
             lock.release()
             lock.release()
             assert spot.locks() == []

@@ -359,7 +359,8 @@ class Body(ABC):
             lease.end()
             self._target.take_back(engine, lease.token, lease.touched)
             raise LockLost(f"lock {self._key!r} is lost: its token is gone from the servers", self._key)
-        lease.doubt(votes.started_ns, valid_until_ns)
+        if votes.touched:
+            lease.doubt(votes.started_ns, valid_until_ns)
         raise unavailable(engine, votes, self._target, "cannot extend")
 
     def locked(self) -> bool:

@@ -71,9 +71,7 @@ class Care:
             while self.interrupted:
                 self._rescue(self.interrupted[0], now)
                 self.interrupted.popleft()
-            while self.discarded:
-                self._discard(*self.discarded[0], now)
-                self.discarded.popleft()
+            self.send_discarded(now)
             for channel in list(pool.channels):
                 if channel.mail:
                     self.deliver(channel, now)
@@ -86,6 +84,12 @@ class Care:
                 if site.suspect or site.orphans:
                     self._look_after_site(site, now)
             self._close_surplus(now)
+
+    def send_discarded(self, now: int) -> None:
+        """Send the deletes that were handed over. Under the pool's lock."""
+        while self.discarded:
+            self._discard(*self.discarded[0], now)
+            self.discarded.popleft()
 
     def _wish(self, when_ns: int) -> None:
         if when_ns < self.due_ns:
@@ -250,7 +254,7 @@ class Care:
         if conn.again_ns:
             self._wish(conn.again_ns)
         urgent = site.suspect or conn.state != READY or conn.out or conn.may_fall_back()
-        if urgent and conn.polled[0] != -1:
+        if (urgent or self._pool.closed_ns) and conn.polled[0] != -1:
             self.watched[conn.polled[0]] = conn.polled[1]
 
     def _look_after_site(self, site: Site, now: int) -> None:

@@ -209,6 +209,7 @@ class Pool:
     def close(self) -> None:
         """Retire the connections of all idle channels."""
         with self.lock:
+            self.care.send_discarded(now_ns())  # while there are connections to send it on
             self.closed_ns = now_ns()
             for channel in list(self.idle):
                 if channel.owner is None:

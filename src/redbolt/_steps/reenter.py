@@ -30,7 +30,7 @@ def set_count(engine: Engine, target: Target, lease: Lease) -> Generator[Step, N
     valid_until_ns = validity_end_ns(votes.started_ns, target.lease_ms, target.drift_ns)
     if votes.verdict == GRANTED and votes.ended_ns < valid_until_ns:
         lease.renew(votes.started_ns, target.lease_ms, valid_until_ns)
-    elif votes.verdict == UNDECIDED:
+    elif votes.verdict == UNDECIDED and votes.touched:
         lease.doubt(votes.started_ns, valid_until_ns)
     return votes
 
