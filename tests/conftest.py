@@ -153,3 +153,4 @@ def _leaves_nothing(_agents_running: None) -> Iterator[None]:
         return True
 
     eventually(settled, 5, "descriptors and threads are back at the baseline")
+    gc.freeze()  # pytest keeps a report of each test; to look through thousands takes longer than a test

@@ -15,6 +15,7 @@ from redbolt._arguments import (
     check_bool,
     check_drift,
     check_quorum,
+    key_bytes,
     lease_ms,
     milliseconds,
     seconds,
@@ -29,10 +30,10 @@ from redbolt._steps.acquire import acquire, foreign_type, unavailable
 from redbolt._steps.release import conclude, release
 from redbolt.errors import LockError, LockLost, LockNotOwned, LockTimeout
 from redbolt.lease import Lease
-from redbolt.node import Node
+from redbolt.node import Node, NodeLike, as_node
 from redbolt.retry import Retry
 
-__all__ = ["DRIFT_FACTOR", "REDLOCK_LIMIT", "Body", "Command", "node_limit"]
+__all__ = ["DRIFT_FACTOR", "REDLOCK_LIMIT", "Body", "Command", "OneNode", "node_limit"]
 
 _log = logging.getLogger("redbolt")
 
@@ -429,3 +430,31 @@ class Body(ABC):
                 raise
             else:
                 _log.warning("lock %r was not released cleanly: %s", self._key, problem)
+
+
+class OneNode(Body):
+    """A lock on a single server."""
+
+    def __init__(
+        self,
+        client: NodeLike,
+        name: str | bytes,
+        timeout: float | None = None,
+        sleep: float = 0.1,
+        blocking: bool = True,
+        blocking_timeout: float | None = None,
+        thread_local: bool = True,
+        raise_on_release_error: bool = True,
+        *,
+        prefix: str | bytes = "",
+        retry: Retry | None = None,
+        node_timeout: float | None = None,
+        engine: str | None = None,
+    ) -> None:
+        node = as_node(client)
+        if node_timeout is None:
+            node_timeout = node_limit(node)
+        self._set_up(
+            (node,), name, key_bytes(prefix, name), timeout, sleep, blocking, blocking_timeout, thread_local,
+            raise_on_release_error, retry, node_timeout, engine, None, DRIFT_FACTOR,
+        )  # fmt: skip

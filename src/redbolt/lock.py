@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from typing import Any, TypedDict, overload
 
 from redbolt._arguments import check_tries, key_bytes, lease_ms, seconds, token_bytes
-from redbolt._body import DRIFT_FACTOR, REDLOCK_LIMIT, Body, Command, node_limit
+from redbolt._body import DRIFT_FACTOR, REDLOCK_LIMIT, Command, OneNode
 from redbolt._by_key import ByKey
 from redbolt._clock import now_ns
 from redbolt._engine import Votes
 from redbolt._programs import DROP, EXTEND, OWNED
 from redbolt.lease import Lease
-from redbolt.node import NodeLike, as_node, as_nodes
+from redbolt.node import NodeLike, as_nodes
 from redbolt.retry import Retry
 
 __all__ = ["Grant", "Lock", "RedLock"]
 
 
-class Lock(Body):
+class Lock(OneNode):
     """A mutual exclusion lock on one Redis or Valkey server, with a lease.
 
     The key is exactly ``prefix + name``, its value a random token: the layout of redis-py, redlock-py,
@@ -49,30 +49,6 @@ class Lock(Body):
         ValueError, TypeError: an argument cannot work; nothing is sent.
         ImportError: the forced engine is not installed.
     """
-
-    def __init__(
-        self,
-        client: NodeLike,
-        name: str | bytes,
-        timeout: float | None = None,
-        sleep: float = 0.1,
-        blocking: bool = True,
-        blocking_timeout: float | None = None,
-        thread_local: bool = True,
-        raise_on_release_error: bool = True,
-        *,
-        prefix: str | bytes = "",
-        retry: Retry | None = None,
-        node_timeout: float | None = None,
-        engine: str | None = None,
-    ) -> None:
-        node = as_node(client)
-        if node_timeout is None:
-            node_timeout = node_limit(node)
-        self._set_up(
-            (node,), name, key_bytes(prefix, name), timeout, sleep, blocking, blocking_timeout, thread_local,
-            raise_on_release_error, retry, node_timeout, engine, None, DRIFT_FACTOR,
-        )  # fmt: skip
 
     def _drop(self, lease: Lease) -> Command:
         return DROP, (lease.token,)

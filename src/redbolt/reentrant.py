@@ -6,8 +6,7 @@ import threading
 from typing import Any
 
 from redbolt import _process
-from redbolt._arguments import key_bytes
-from redbolt._body import DRIFT_FACTOR, Body, Command, node_limit
+from redbolt._body import Command, OneNode
 from redbolt._clock import now_ns
 from redbolt._drive import Target, run
 from redbolt._engine import MAX_KEY, Engine
@@ -17,7 +16,6 @@ from redbolt._steps.acquire import unavailable
 from redbolt._steps.reenter import reenter, set_count
 from redbolt.errors import LockLost
 from redbolt.lease import Lease
-from redbolt.node import NodeLike, as_node
 from redbolt.retry import Retry
 
 __all__ = ["ReentrantLock"]
@@ -60,7 +58,7 @@ def companion(purpose: str, key: bytes) -> bytes:
     return b"%b:%b" % (purpose.encode(), key) if b"{" in key else b"%b:{%b}" % (purpose.encode(), key)
 
 
-class ReentrantLock(Body):
+class ReentrantLock(OneNode):
     """A mutual exclusion lock on one Redis or Valkey server that its holder may acquire again.
 
     The thread that holds it may acquire it again, also with another object of the same client and name; it is
@@ -80,39 +78,14 @@ class ReentrantLock(Body):
         ImportError: the forced engine is not installed.
     """
 
-    def __init__(
-        self,
-        client: NodeLike,
-        name: str | bytes,
-        timeout: float | None = None,
-        sleep: float = 0.1,
-        blocking: bool = True,
-        blocking_timeout: float | None = None,
-        thread_local: bool = True,
-        raise_on_release_error: bool = True,
-        *,
-        prefix: str | bytes = "",
-        retry: Retry | None = None,
-        node_timeout: float | None = None,
-        engine: str | None = None,
-    ) -> None:
-        node = as_node(client)
-        if node_timeout is None:
-            node_timeout = node_limit(node)
-        if thread_local is False:
-            raise ValueError("thread_local must be True: this lock belongs to the thread that holds it")
-        key = key_bytes(prefix, name)
-        self._channel = companion("redisson_lock__channel", key)
-        self._latch = companion("redisson_unlock_latch", key) + b":"
-        if len(self._latch) + 32 > MAX_KEY:
-            raise ValueError(f"prefix and name are too long: {len(key)} bytes leave no room for its channel")
-        self._set_up(
-            (node,), name, key, timeout, sleep, blocking, blocking_timeout, thread_local,
-            raise_on_release_error, retry, node_timeout, engine, None, DRIFT_FACTOR,
-        )  # fmt: skip
-        self._introduce()
-
     def _aim(self, plain: Target) -> Target:
+        if not self.thread_local:
+            raise ValueError("thread_local must be True: this lock belongs to the thread that holds it")
+        self._channel = companion("redisson_lock__channel", plain.key)
+        self._latch = companion("redisson_unlock_latch", plain.key) + b":"
+        if len(self._latch) + 32 > MAX_KEY:
+            raise ValueError(f"prefix and name are too long: {len(plain.key)} bytes leave no room for more")
+        self._introduce()
         return plain._replace(program=ENTER, extra=(self._channel,), type="hash", fresh=self._owner)
 
     def _owner(self) -> bytes:
