@@ -222,7 +222,7 @@ cdef void put_back(Round* r) noexcept nogil:
         if conn.slots:
             pthread_mutex_lock(&conn.mutex)
             late |= late_tags(conn)
-            if may_fall_back(conn):
+            if not e.node[i].suspect and may_fall_back(conn):
                 due = r.ended_ns
             pthread_mutex_unlock(&conn.mutex)
     pthread_mutex_lock(&e.mutex)

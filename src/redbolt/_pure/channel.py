@@ -66,9 +66,9 @@ class Channel:
         return False
 
     def may_fall_back(self) -> bool:
-        """Say whether some unanswered write may have to be repeated in another form."""
-        for conn in self.conns:  # noqa: SIM110 - a generator takes twice as long
-            if conn is not None and conn.slots and conn.may_fall_back():
+        """Say whether a node that answers may want some unanswered write in another form."""
+        for conn in self.conns:
+            if conn is not None and conn.doubtful and not conn.site.suspect and conn.may_fall_back():
                 return True
         return False
 

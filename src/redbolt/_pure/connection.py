@@ -114,7 +114,7 @@ class Connection:
         self.out = bytearray()
         self.backlog = 0  # bytes of unanswered commands
         self.proven = 0  # forms that were answered here, see Plan.proofs
-        self.doubtful = False  # some delete is unanswered whose form the node may not know
+        self.doubtful = False  # some write may be unanswered whose form the node may not know
         self.reader = Reader()
         self.again_ns = 0  # connecting is to be tried again then, if not 0
         self.connect_by_ns = now + site.connect_ns if site.connect_ns else 0  # no round waits for longer
@@ -244,7 +244,7 @@ class Connection:
         server.
         """
         size = len(data)
-        if task.plan.deletes and task.plan.proofs[form] & ~self.proven:
+        if task.plan.writes and task.plan.proofs[form] & ~self.proven:
             self.doubtful = True
         self.slots.append((task, form, size))
         self.backlog += size
