@@ -127,8 +127,9 @@ def test_a_redlock_of_tls_and_plain_nodes(real: TlsNode, valkeys: LocalNodes) ->
 def test_a_client_certificate(real: TlsNode) -> None:
     raw(real.node, "CONFIG", "SET", "tls-auth-clients", "yes")
     try:
-        with pytest.raises(SetupError, match=r"\[SSL: "):
-            Lock(real.url(), "name").acquire(blocking_timeout=5)  # it may hang up before its alert is read
+        # With TLS 1.3 the server may hang up before its alert is read, and then nobody knows why.
+        with pytest.raises((SetupError, NodesUnavailable), match=r"\[SSL: |reset|closed|EOF|pipe"):
+            Lock(real.url(), "name").acquire(blocking=False)
         mine = f"&ssl_certfile={real.certificate.path}&ssl_keyfile={real.certificate.key}"
         cycle(Lock(real.url(mine), "name"))
     finally:
