@@ -163,7 +163,7 @@ cdef class Engine:
             r.arg[r.args].bytes = digits
             r.arg[r.args].length = rb_digits(digits, <uint64_t>lease_ms)
             r.args += 1
-            r.valid_ns = lease_ms * MS - drift_ns
+            r.valid_ns = validity_end(0, lease_ms, drift_ns)
             r.undo_life_ns = lease_ms * MS
         else:
             r.valid_ns = NEVER >> 1
