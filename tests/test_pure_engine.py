@@ -22,13 +22,25 @@ import pytest
 
 import redbolt._pure
 from redbolt import Node
-from redbolt._engine import MAX_REPLY, engine_for
+from redbolt._engine import LIFE_TOLD, LOST, MAX_KEY, MAX_REPLY, READY, engine_for
 from redbolt._judge import FAULT, GRANTED, NO, YES
-from redbolt._programs import DROP, EXISTS, EXTEND, OWNED, TYPE
+from redbolt._programs import DROP, EXISTS, EXTEND, OWNED, TAKE, TYPE
 from redbolt._pure import Engine, resolve
 from redbolt._pure.agent import AGENT, NEVER
 from redbolt._pure.connection import MOST_BACKLOG
-from redbolt._pure.resp import BULK, ERROR, INTEGER, NIL, OTHER, PUSH, STATUS, Reader, Reply
+from redbolt._pure.resp import (
+    BULK,
+    ERROR,
+    INTEGER,
+    NIL,
+    OTHER,
+    PUSH,
+    STATUS,
+    SUBSCRIBED,
+    Reader,
+    Reply,
+)
+from redbolt._pure.task import mark_of
 from tests.kit.clients import SLACK, Client, eventually, fd_count, raw, thread_count
 from tests.kit.resp import NIL as NIL_REPLY
 from tests.kit.resp import OK, PONG, error
@@ -156,6 +168,57 @@ def test_the_reader_tells_a_status_from_a_string() -> None:
         (NIL, None),
         (ERROR, b"ERR"),
     ]
+
+
+def push_of(*words: bytes) -> bytes:
+    return b">%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b">2\r\n$10\r\ninvalidate\r\n*1\r\n$1\r\na\r\n", (PUSH, b"a")),
+        (b">2\r\n+invalidate\r\n~1\r\n+a\r\n", (PUSH, b"a")),
+        (b">2\r\n+invalidate\r\n_\r\n", (PUSH, b"")),
+        (b">2\r\n+invalidate\r\n*0\r\n", (PUSH, b"")),
+        (b">2\r\n+invalidate\r\n*2\r\n+a\r\n+b\r\n", (PUSH, b"")),
+        (b">2\r\n+invalidate\r\n*1\r\n*1\r\n+a\r\n", (PUSH, b"")),
+        (b">2\r\n+invalidate\r\n%1\r\n+a\r\n+b\r\n", (PUSH, b"")),
+        (b">2\r\n+invalidate\r\n*1\r\n$%d\r\n%b\r\n" % (MAX_KEY + 1, b"x" * (MAX_KEY + 1)), (PUSH, b"")),
+        (push_of(b"message", b"channel", b"1"), (PUSH, b"channel")),
+        (push_of(b"message", b"x" * MAX_KEY, b"1"), (PUSH, b"x" * MAX_KEY)),
+        (push_of(b"message", b"x" * (MAX_KEY + 1), b"1"), (PUSH, b"")),
+        (push_of(b"message"), (PUSH, b"")),
+        (push_of(b"subscribe", b"channel"), (SUBSCRIBED, None)),
+        (push_of(b"pmessage", b"*", b"channel", b"invalidate"), (PUSH, None)),
+        (b">0\r\n", (PUSH, None)),
+        (b"|0\r\n", (PUSH, None)),
+        (b"|1\r\n+invalidate\r\n*1\r\n+a\r\n", (PUSH, None)),
+        (b"*2\r\n+invalidate\r\n*1\r\n+a\r\n", (OTHER, None)),
+        (b"*1\r\n>2\r\n+invalidate\r\n*1\r\n+a\r\n", (OTHER, None)),
+    ],
+    ids=lambda value: repr(value)[:50],
+)
+def test_what_a_push_is_about(data: bytes, expected: Reply) -> None:
+    stream = b"+OK\r\n" + data + b":1\r\n"
+    for step in (len(stream), 1, 3, 4096) if len(stream) < 1000 else (len(stream), 4096):
+        reader = Reader()
+        pieces = [stream[at : at + step] for at in range(0, len(stream), step)]
+        found = [reply for piece in pieces for reply in reader.feed(piece)]
+        assert found == [(STATUS, b"OK"), expected, (INTEGER, 1)]
+
+
+def test_a_push_that_is_cut_off_leaves_little_behind() -> None:
+    reader = Reader()
+    big = b"$%d\r\n%b\r\n" % (MAX_KEY, b"x" * MAX_KEY)
+    tracemalloc.start()
+    try:
+        assert not reader.feed(b">1000\r\n")
+        for _ in range(12):
+            assert not reader.feed(big)
+        assert tracemalloc.get_traced_memory()[0] < 4 * MAX_KEY
+    finally:
+        tracemalloc.stop()
 
 
 def test_replies_before_garbage_count() -> None:
@@ -349,6 +412,121 @@ def test_an_interrupt_before_any_bytecode(
         number += step
     assert number > 500
     assert returning <= 1
+
+
+@pytest.mark.skipif("coverage" in sys.modules, reason="there can be one trace function only")
+@pytest.mark.parametrize("verb", ["attempt", "arm", "wait", "close"])
+@pytest.mark.parametrize("connected", [True, False], ids=["connected", "connecting"])
+def test_an_interrupt_of_a_watch_before_any_bytecode(
+    valkeys: Any, clients: list[Client], verb: str, connected: bool
+) -> None:
+    """The agent puts its connections in order, and it begins anew; nothing stays in use."""
+    engine = engine_of(*(node.url for node in valkeys[:2]))
+    pool = engine._pool
+    number, interrupted = 1, True
+    while interrupted:
+        key = b"key %d" % number
+        votes = engine.votes()
+        watch = engine.watch()
+        if not connected:
+            engine.close()
+        elif verb == "close":
+            assert can_be_armed(watch)
+        else:
+            watch.arm(KEY, 3, 10**9)
+        if verb in ("wait", "close"):
+            watch.arm(b"other", 3, 10**9, b"channel" if number % 2 else b"")
+        try:
+            with At(number):
+                if verb == "attempt":
+                    watch.attempt(votes, key, None, 10_000, 2, 0, 10**9)
+                elif verb == "arm":
+                    watch.arm(key, 3, 10**9, b"channel" if number % 2 else b"")
+                elif verb == "wait":
+                    watch.wait(now() + 10**8)
+                else:
+                    watch.close()
+            interrupted = False
+        except Interrupt:
+            pass
+        if votes.verdict == GRANTED:
+            engine.discard(key, votes.token)
+        if verb != "close":  # which may have come to its end, or not
+            assert can_be_armed(watch)
+            watch.close()
+        watch.close()
+        eventually(partial(nothing_left, clients[:2], key), 0.3)
+        eventually(lambda: not any(channel.owner for channel in pool.channels), 0.3)
+        assert not any(channel.events is not None for channel in pool.channels)
+        number += 1 if verb == "close" else 7
+    assert number > (50 if verb == "close" else 100)
+    assert len(pool.channels) < 5
+    engine.close()
+    eventually(lambda: not pool.channels and not pool.connections)
+
+
+def test_an_interrupted_watch_begins_anew_and_says_so(valkeys: Any) -> None:
+    engine = engine_of(*(node.url for node in valkeys[:2]))
+    watch = engine.watch()
+    assert can_be_armed(watch)
+    with alarm() as interrupt_after:
+        interrupt_after(0.02)
+        with pytest.raises(Interrupt):
+            watch.wait(now() + 10**9)
+    assert watch.wait(now() + 10**9) == [(LOST, 0, 0, 0), (LOST, 1, 0, 0)]
+    watch.arm(KEY, 3, 10**9)
+    assert {event[0] for event in watch.wait(now() + 10**9)} == {LIFE_TOLD}  # its connections were in order
+    watch.close()
+
+
+def test_a_watch_blames_a_node_by_the_shortest_limit_of_what_is_unanswered(valkey: Any) -> None:
+    engine = engine_of(valkey.url)
+    watch = engine.watch()
+    watch.arm(KEY, 1, 10**9)
+    assert watch.wait(now() + 10**9) == [(READY, 0, 0, 0)]
+    valkey.pause()
+    watch.arm(b"long", 1, 5 * 10**9)
+    watch.arm(b"short", 1, 5 * 10**7)
+    started = time.monotonic()
+    assert watch.wait(now() + 3 * 10**9) == [(LOST, 0, 0, 0)]
+    assert time.monotonic() - started < 0.05 + 0.15 * SLACK
+    assert engine._sites[0].cause == "no answer within 50 ms"
+    valkey.resume()
+    watch.close()
+
+
+def test_an_interrupted_post_is_not_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token may be there by an earlier write."""
+    go = threading.Event()
+    script = [expect("SET"), wait(go), send(OK), serve(by_name(SET=NIL_REPLY))]
+    with ScriptedNode(script, answer=by_name(SET=OK)) as node:
+        engine = engine_of(node.url)
+        first = InBackground(lambda: attempt(engine))
+        eventually(lambda: node.received("SET"))
+        attempt(engine, b"other", b"other")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._pool, "put_back", interrupt)
+            with pytest.raises(Interrupt):
+                engine.post(TAKE, KEY, (TOKEN, b"5000"))
+        go.set()
+        assert said(first.result()) == [YES]
+        eventually(lambda: not engine.pending(TOKEN))
+        assert {one.name for one in node.received() if TOKEN in one.argv} == {"SET"}
+        engine.close()
+
+
+def can_be_armed(watch: Any) -> bool:
+    """Whether two nodes answer, after whatever else it has to tell."""
+    until = now() + 10**9
+    heard: set[int] = set()
+    watch.arm(b"fine", 3, 10**9)
+    while heard != {0, 1} and now() < until:
+        for what, index, mark, _ in watch.wait(until):
+            if what == LIFE_TOLD and mark == mark_of(b"fine"):
+                heard.add(index)
+            elif what in (READY, LOST):
+                watch.arm(b"fine", 1 << index, 10**9)
+    return heard == {0, 1}
 
 
 def test_an_interrupted_wait_is_over_at_once(valkey: Any) -> None:

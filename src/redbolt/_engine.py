@@ -11,8 +11,9 @@ checks:
 3.  A connection has a first-in-first-out queue of reply slots. A slot answers only the round that made it;
     a reply that comes after its round is read by a later one, or by the agent, and never counted.
 4.  Order per token: a command for a token goes on the connection that still has an unanswered command for
-    that token, whichever channel it belongs to. On a channel that another thread uses it is queued there,
-    with nobody waiting for the reply.
+    that token, whichever channel it belongs to; a program with ``after`` on the one that has an unanswered
+    command for the token named there. On a channel that another thread uses it is queued there, with nobody
+    waiting for the reply.
 5.  A try that is not granted, or is interrupted, queues its undo (the delete that its program names) on the
     same connection to every node that did not say no.
 6.  Every unanswered write of a token is remembered with its undo or delete. If the connection dies, that is
@@ -35,13 +36,29 @@ import sys
 import threading
 import weakref
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from redbolt._programs import DROP, TAKE, Program
 from redbolt.node import Node
 
 __all__ = [
-    "MAX_KEY", "MAX_REPLY", "Engine", "EngineChoice", "Votes", "choose", "chosen", "close_engines", "engine",
+    "CHANGED",
+    "LIFE_TOLD",
+    "LOST",
+    "MAX_KEY",
+    "MAX_REPLY",
+    "READY",
+    "Attempt",
+    "Engine",
+    "EngineChoice",
+    "Event",
+    "Gate",
+    "Votes",
+    "Watch",
+    "choose",
+    "chosen",
+    "close_engines",
+    "engine",
     "engine_for",
 ]  # fmt: skip
 
@@ -49,6 +66,28 @@ MAX_KEY = 65_536
 """Longest key and token that an engine packs, in bytes."""
 MAX_REPLY = 1_048_576
 """Most unparsed bytes that a connection may hold; a server that sends more is cut off."""
+
+
+# What a watch tells; see `Watch.wait`.
+CHANGED: Final = 0
+"""The node says that a key has changed or has ended. The mark is the key's, or 0: any key."""
+LIFE_TOLD: Final = 1
+"""The answer to an `arm`, or to the one that went with a try: the value is the life of the key in ms, -1 if
+it has no end, -2 if there is no such key.
+"""
+LOST: Final = 2
+"""The node tells nothing more: with value 0 since the connection has ended, or could not be made; with value
+1 since the node does not know or permit this way of watching. What was armed there is to be armed again.
+"""
+READY: Final = 3
+"""There is a connection to the node now, so that it can be armed."""
+
+Event: TypeAlias = tuple[int, int, int, int]
+"""What, the index of the node, the mark of a key, and a value."""
+
+
+Attempt: TypeAlias = "tuple[Votes, bytes, bytes | None, int, int, int, int, Program, tuple[bytes, ...], int]"
+"""The arguments of a try."""
 
 
 class Votes(Protocol):
@@ -94,6 +133,18 @@ class Votes(Protocol):
         """Per node: OPEN, YES, NO or FAULT, and the cause of a fault or the text of a reply."""
 
 
+class Gate(Protocol):
+    """Where a thread of this process waits for another one."""
+
+    def wait(self, until_ns: int) -> bool:
+        """Block until somebody wakes it, or has done so since the last wait (True; it may also be True for no
+        reason), or until the clock reads ``until_ns`` (False).
+        """
+
+    def wake(self) -> None:
+        """End the `wait` that runs, or else the next one."""
+
+
 class Engine(Protocol):
     """One of the two implementations, bound to its nodes."""
 
@@ -114,6 +165,7 @@ class Engine(Protocol):
         limit_ns: int,
         program: Program = TAKE,
         extra: tuple[bytes, ...] = (),
+        nodes: int = -1,
     ) -> bool:
         """Try once to take a lock, and undo what was done if it was not granted.
 
@@ -127,6 +179,8 @@ class Engine(Protocol):
             limit_ns: how long a node may take to answer.
             program: one that ``tries``. Its words are the key, the token, ``extra``, and the lease.
             extra: what stands between the token and the lease.
+            nodes: a bit for each node to ask; the others do not count, and are OPEN in the outcomes: the
+                verdict is over those asked. Default: all.
 
         Returns:
             Whether it was granted: a quorum said yes, and validity is left.
@@ -167,9 +221,10 @@ class Engine(Protocol):
         behind the token.
         """
 
-    def post(self, program: Program, key: bytes, args: tuple[bytes, ...]) -> None:
-        """Have a program that writes no token go along with the next command to each node that is ready, or
-        after 50 ms alone; nobody waits for it, and it may be lost.
+    def post(self, program: Program, key: bytes, args: tuple[bytes, ...], touched: int = -1) -> None:
+        """Have a program go along with the next command to each of the ``touched`` nodes that is ready, or
+        after 50 ms alone; nobody waits for it, and it may be lost. Where it writes, ``args[0]`` is the token,
+        and rules 4 and 6 hold for it.
         """
 
     def pending(self, token: bytes) -> bool:
@@ -177,8 +232,86 @@ class Engine(Protocol):
         executed.
         """
 
+    def gate(self) -> Gate:
+        """A new gate."""
+
+    def absent(self) -> int:
+        """A bit for each node that is suspect, or that is not connected to before its back-off is over."""
+
+    def mark(self, key: bytes) -> int:
+        """What the events of a watch call a key; never 0."""
+
+    def watch(self, tracking: bool = True) -> Watch:
+        """A channel to wait on; nothing is opened yet. ``tracking=False``: without CLIENT TRACKING, for those
+        who subscribe to channels.
+        """
+
     def close(self) -> None:
-        """Retire all connections. The engine may be used again afterwards, with new ones."""
+        """Retire all connections, also those of watches that were closed. The engine may be used again
+        afterwards, with new ones.
+        """
+
+
+class Watch(Protocol):
+    """A channel of its own for somebody who waits: RESP3, with CLIENT TRACKING ON NOLOOP unless told
+    otherwise. Only one thread at a time may use it; `poke` is for all.
+
+    Its connections are made when first needed, to the nodes that are asked for. Events are kept until `wait`
+    fetches them, also those that come during a try; if far too many come, one CHANGED of mark 0 stands for
+    them.
+    """
+
+    def attempt(
+        self,
+        votes: Votes,
+        key: bytes,
+        token: bytes | None,
+        lease_ms: int,
+        quorum: int,
+        drift_ns: int,
+        limit_ns: int,
+        program: Program = TAKE,
+        extra: tuple[bytes, ...] = (),
+        nodes: int = -1,
+    ) -> bool:
+        """As `Engine.attempt`, on this channel; and to each node that gets the try, a LIFE of the key goes
+        out in the same write, behind it. Its answer comes as an event.
+        """
+
+    def arm(self, key: bytes, nodes: int, limit_ns: int, topic: bytes = b"") -> None:
+        """Ask nodes how long a key lives, which has them tell of its next change; wait for nobody.
+
+        A node without a connection is connected to, and is READY when it can be asked; one that is suspect,
+        or is in its back-off, is LOST at once.
+
+        Args:
+            key: the key.
+            nodes: a bit for each node to ask.
+            limit_ns: a node that has not answered by then is suspect, and LOST.
+            topic: a channel to subscribe to, if that was not done on this connection before; what is
+                published there is CHANGED, with the mark of the topic.
+        """
+
+    def wait(self, until_ns: int, attempt: Attempt | None = None) -> list[Event]:
+        """Wait for events.
+
+        Args:
+            until_ns: until when.
+            attempt: the arguments of an `attempt` that is made at once, without a detour to Python, if a node
+                that it asks says that its key has changed. Its votes tell whether it was: ``started_ns``. On
+                several nodes it is made as by `Engine.attempt`: a watch is connected to few of them.
+
+        Returns:
+            What has come, in order; nothing if the clock reads ``until_ns``, or somebody has poked.
+        """
+
+    def poke(self) -> None:
+        """Have the `wait` that runs, or else the next one, return at once."""
+
+    def close(self) -> None:
+        """End its use: the connections are kept for the next watch for a while, or retired where something
+        was subscribed to. Idempotent.
+        """
 
 
 class EngineChoice(NamedTuple):
@@ -251,7 +384,10 @@ def chosen(nodes: tuple[Node, ...], kind: str | None = None) -> tuple[Engine, En
 
 def _load(kind: str) -> Any:
     """The module of an engine."""
-    return sys.modules.get(_KINDS[kind]) or import_module(_KINDS[kind])
+    module = sys.modules.get(_KINDS[kind])
+    if not hasattr(module, "Engine"):  # also while another thread loads it
+        module = import_module(_KINDS[kind])
+    return module
 
 
 class Choosing(Protocol):

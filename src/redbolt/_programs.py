@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 __all__ = [
-    "ABANDON", "ADD_TIME", "COUNT", "DROP", "ENTER", "EXISTS", "EXTEND", "FORCE", "FORGET", "HOLDS", "KEEP",
-    "LEAVE", "OWNED", "PROGRAMS", "SET_TIME", "TAKE", "TYPE", "Decoder", "Part", "Program",
+    "ABANDON", "ABANDON_BOTH", "ADD_TIME", "COUNT", "DROP", "DROP_BOTH", "ENTER",
+    "EXISTS", "EXTEND", "FORCE", "FORGET", "HOLDS", "KEEP",
+    "LEAVE", "LIFE", "OWNED", "PROGRAMS", "SET_TIME", "SUCCEED", "SWAP", "TAKE", "TYPE", "Decoder", "Part",
+    "Program",
 ]  # fmt: skip
 
 Part: TypeAlias = bytes | int
@@ -30,6 +32,7 @@ class Decoder(IntEnum):
     GONE = 2  # integer 1: yes, and one hit (deleted); 0 or WRONGTYPE: yes (there is no such token)
     SAME = 3  # a string equal to argument 1: yes; another string, nil or WRONGTYPE: no
     TEXT = 4  # a status: yes, with the text
+    LIFE = 5  # integer -2: yes (there is no such key); -1 (without an end) or the ms that are left: no
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,10 @@ class Program:
 
     ``writes`` marks those whose argument 1 is the token that they write or delete; ``deletes`` the
     token-checked deletes, which are safe to send at any time, also to a node that does not answer;
-    ``tries`` those that take a lock, if it is free. ``undo`` is the index of the delete that has to follow
-    where it is not known what a write did; its arguments are the first ones of the write's. Below 0: none.
+    ``tries`` those that take a lock if it is free, or over from another token. ``undo`` is the index of the
+    delete that has to follow where it is not known what a write did; its arguments are the first ones of
+    the write's. Below 0: none. ``after`` is the argument with another token, whose writes have to be
+    executed before; 0: none.
     """
 
     index: int
@@ -56,6 +61,7 @@ class Program:
     deletes: bool = False
     tries: bool = False
     undo: int = -1
+    after: int = 0
 
     @property
     def words(self) -> int:
@@ -139,7 +145,50 @@ FORCE = Program(14, "force", Decoder.FLAG, _script("force", keys=(1,)), native=0
 # The key is a latch.
 FORGET = Program(15, "forget", Decoder.FLAG, ((b"DEL", KEY),))
 
+# ---- for those who wait ----
+
+# How long a key lives; where CLIENT TRACKING is on, the node then tells of its next change.
+LIFE = Program(16, "life", Decoder.LIFE, ((b"PTTL", KEY),))
+# A holder hands a plain key on. Arguments: 1 new token, 2 old token, 3 life in ms.
+SWAP = Program(
+    17,
+    "swap",
+    Decoder.FLAG,
+    ((b"SET", KEY, 1, b"IFEQ", 2, b"PX", 3), *_script("swap", 1, 2, 3)),
+    writes=True,
+    tries=True,
+    undo=19,
+    after=2,
+)
+# The same with a reentrant lock. Arguments: 1 new owner, 2 channel, 3 old owner, 4 life in ms.
+SUCCEED = Program(
+    18,
+    "succeed",
+    Decoder.FLAG,
+    _script("succeed", 1, 3, 4),
+    native=0,
+    writes=True,
+    tries=True,
+    undo=20,
+    after=3,
+)
+# Whether an exchange was executed or not: neither token stays. Arguments: 1 new token, 2 old token.
+DROP_BOTH = Program(
+    19, "drop both", Decoder.GONE, _script("drop_both", 1, 2), native=0, writes=True, deletes=True, undo=19
+)
+# The same with a reentrant lock. Arguments: 1 new owner, 2 channel, 3 old owner.
+ABANDON_BOTH = Program(
+    20,
+    "abandon both",
+    Decoder.GONE,
+    _script("abandon_both", 1, 3, keys=(2,)),
+    native=0,
+    writes=True,
+    deletes=True,
+    undo=20,
+)
+
 PROGRAMS: tuple[Program, ...] = (
     TAKE, DROP, EXTEND, EXISTS, OWNED, TYPE, KEEP, ADD_TIME, SET_TIME, ENTER, COUNT, LEAVE, ABANDON, HOLDS,
-    FORCE, FORGET,
+    FORCE, FORGET, LIFE, SWAP, SUCCEED, DROP_BOTH, ABANDON_BOTH,
 )  # fmt: skip

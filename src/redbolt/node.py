@@ -114,21 +114,26 @@ class Node:
         host = self.host.lower()
         return _LOOPBACK.get(host, host), self.port
 
-    def handshake(self, hello: bool = True, name: bool = True) -> tuple[tuple[bytes, ...], ...]:
+    def handshake(
+        self, hello: bool = True, name: bool = True, push: bool = False, tracking: bool = False
+    ) -> tuple[tuple[bytes, ...], ...]:
         """The commands that a new connection sends before anything else.
 
         Args:
             hello: False leaves out the ``HELLO`` of protocol 3: the node does not know it.
             name: False leaves out the name of the connection: the node does not let it have one.
+            push: True for a connection that is told things: it begins with ``HELLO``, whatever the protocol.
+            tracking: True ends it with ``CLIENT TRACKING``.
         """
+        follow_keys = ((b"CLIENT", b"TRACKING", b"ON", b"NOLOOP"),) if tracking else ()
         if self.dialer is not None:
-            return ()
+            return ((b"HELLO", b"3"), *follow_keys) if push else ()
         commands: list[tuple[bytes, ...]] = []
         login: tuple[bytes, ...] = ()
         if self.password is not None or self.username is not None:
             user = () if self.username is None else (self.username.encode(),)
             login = (b"AUTH", *user, (self.password or "").encode())
-        if self.protocol == 3 and hello:
+        if push or (self.protocol == 3 and hello):
             if len(login) == 2:
                 login = (b"AUTH", b"default", login[1])
             login = (b"HELLO", b"3", *login)
@@ -138,7 +143,7 @@ class Node:
             commands.append((b"SELECT", b"%d" % self.db))
         if self.client_name and name:
             commands.append((b"CLIENT", b"SETNAME", self.client_name.encode()))
-        return tuple(commands)
+        return (*commands, *follow_keys)
 
     def scrubbed(self, text: str) -> str:
         """A server's text without our passwords, which some servers repeat."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Self
 
 from .clients import HasAddress
 from .link import Flow, Link, Mark, ReplyFault
@@ -154,7 +154,7 @@ class FaultProxy:
             self._bell.close()
             self._ear.close()
 
-    def __enter__(self) -> FaultProxy:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

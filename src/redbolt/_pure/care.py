@@ -11,6 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from redbolt._clock import now_ns
+from redbolt._programs import EXISTS
 from redbolt._pure.agent import AGENT, NEVER
 from redbolt._pure.channel import Channel
 from redbolt._pure.connection import (
@@ -22,6 +23,7 @@ from redbolt._pure.connection import (
     RETIRED,
     Connection,
 )
+from redbolt._pure.resp import PLANS
 from redbolt._pure.site import Site
 from redbolt._pure.task import DELETE_LIFE_NS, Debt, Task, delete_task
 
@@ -51,6 +53,7 @@ class Care:
         self.watched: dict[int, int] = {}
         self.interrupted: deque[Task] = deque()
         self.discarded: deque[tuple[Debt, int]] = deque()
+        self.piped: deque[Channel] = deque()  # dismissed ones whose pipe is to be closed
 
     def has(self, token: bytes) -> bool:
         """Say whether a write of this token is about to be made."""
@@ -77,13 +80,16 @@ class Care:
                     self.deliver(channel, now)
             for conn in list(pool.retired):
                 self._see_off(conn, now)
-            for channel in list(pool.idle):
+            for channel in [*pool.idle, *pool.shelves[0], *pool.shelves[1]]:
                 if channel.owner is None:
                     self._look_after_channel(channel, now)
             for site in pool.sites:
                 if site.suspect or site.orphans:
                     self._look_after_site(site, now)
             self._close_surplus(now)
+            while self.piped:
+                self.piped[0].shut()
+                self.piped.popleft()
 
     def send_discarded(self, now: int) -> None:
         """Send the deletes that were handed over. Under the pool's lock."""
@@ -105,6 +111,9 @@ class Care:
                 self._put_in_order(channel, now)  # it was just about to be taken
             elif channel.owner is task:
                 self._put_in_order(channel, now)
+                if channel.tracking is not None:
+                    pool.shelve(channel, now, _LIMIT_NS)
+                    continue
                 if channel in pool.idle:
                     pool.idle.remove(channel)
                 pool.idle.insert(0, channel)
@@ -175,11 +184,15 @@ class Care:
 
     def deliver(self, channel: Channel, now: int) -> None:
         """Send what was left in a channel's mail, but nothing before the write that it has to follow."""
-        waiting = []
+        waiting: list[tuple[int, Task]] = []
         while channel.mail:
             index, task = channel.mail[0]
             conn = channel.conns[index]
-            if task.token is not None and channel.writes(index, task.token):
+            before = task.follows
+            if before is not None and (
+                channel.writes(index, before)
+                or any(where == index and earlier.token == before for where, earlier in waiting)
+            ):
                 waiting.append((index, task))
                 self._wish(now + _MS)
             elif conn is not None and conn.state == READY:
@@ -190,6 +203,8 @@ class Care:
                     conn.put_safely(task)
                     if channel.owner is None:
                         conn.busy = False
+                if channel.held:
+                    channel.nudge()  # so that it looks when the answer is due
             elif task.plan.undone:
                 self._pool.sites[index].add_orphan(task.debt(), task.expires_ns)
             channel.mail.popleft()
@@ -270,11 +285,18 @@ class Care:
                 self._judge_silence(willing, now)
         if pool.closed_ns and now >= pool.closed_ns + _AFTERMATH_NS:
             return  # what is owed is sent when the engine is used again
-        cares = site.suspect and not pool.closed_ns and now - pool.used_ns < _CARES_NS
+        used = now - pool.used_ns < _CARES_NS or any(channel.held for channel in pool.channels)
+        cares = site.suspect and not pool.closed_ns and used
         if not site.orphans and not cares:
             return
-        if any(conn.site is site and conn.state <= READY and conn.awaits() for conn in pool.connections):
+        if any(
+            conn.site is site and conn.state <= READY and conn.awaits() and not conn.channel.held
+            for conn in pool.connections
+        ):
             self._wish(now + _LOOK_AGAIN_NS)  # a connection to it is under way, or to be answered first
+            return
+        if site.suspect and (quiet := self._idle_ready(site)) is not None:
+            self._ask(quiet, now)
             return
         if now < site.next_connect_ns:
             self._wish(site.next_connect_ns)
@@ -291,13 +313,24 @@ class Care:
         elif opened.awaits():
             self._judge_silence(opened, now)
 
+    def _ask(self, conn: Connection, now: int) -> None:
+        """Ask anything on a connection that has nothing to wait for: its node is suspect because of another
+        one, of a watch, and so could never tell that it answers again.
+        """
+        question = Task(PLANS[EXISTS.index], b"", (), _LIMIT_NS, 0, 0)
+        question.due_ns = now + _LIMIT_NS
+        with conn.lock:
+            conn.channel.unfinished = True
+            conn.put_safely(question)
+        self._judge_silence(conn, now)
+
     def _free_channel(self, site: Site, now: int) -> Channel | None:
         """An idle channel without a connection to the node; None while rounds have them all."""
         pool = self._pool
         for channel in reversed(pool.idle):
             if channel.owner is None and channel.conns[site.index] is None:
                 return channel
-        if pool.channels:
+        if any(channel.tracking is None for channel in pool.channels):
             return None
         channel = Channel(len(pool.sites), None, now)
         pool.channels.add(channel)
@@ -305,10 +338,12 @@ class Care:
         return channel
 
     def _close_surplus(self, now: int) -> None:
-        """Close all but one of the channels that nobody has used for long; if closed, all of them soon."""
+        """Close the channels that nobody has used for long, but one for rounds; if closed, all of them
+        soon.
+        """
         pool = self._pool
         closed = pool.closed_ns
-        for channel in list(pool.idle if closed else pool.idle[:-1]):
+        for channel in [*(pool.idle if closed else pool.idle[:-1]), *pool.shelves[0], *pool.shelves[1]]:
             if channel.owner is not None:
                 continue
             end = closed + _AFTERMATH_NS if closed else channel.used_ns + _SURPLUS_NS

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from redbolt import _engine
 from redbolt._clock import now_ns
 from redbolt._judge import FAULT, falls_back, lacks_hello
 from redbolt._programs import TYPE
@@ -27,6 +28,7 @@ from redbolt._pure.resp import (
     ERROR,
     PUSH,
     STATUS,
+    SUBSCRIBED,
     Answer,
     Plan,
     Reader,
@@ -36,7 +38,7 @@ from redbolt._pure.resp import (
     text_of,
 )
 from redbolt._pure.site import Site
-from redbolt._pure.task import Debt, Task, delete_task
+from redbolt._pure.task import Debt, Look, Subscription, Task, delete_task, mark_of
 
 if TYPE_CHECKING:
     from redbolt._pure.channel import Channel
@@ -81,7 +83,10 @@ _LOGIN = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error ends the connection
 _HELLO = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error ends it, and the next one goes without
 _NAME = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error is remembered
 _PING = Task(Plan(TYPE), b"", (), 0, 0, 0)  # any reply will do
-_OPTIONAL = {b"HELLO": _HELLO, b"CLIENT": _NAME}
+_PUSHES = Task(Plan(TYPE), b"", (), 0, 0, 0)  # HELLO of a watch: an error, and there are no watches
+_TRACKING = Task(Plan(TYPE), b"", (), 0, 0, 0)  # an error, and there are no such watches
+_OPTIONAL = {b"HELLO": _HELLO, b"SETNAME": _NAME}
+_OF_WATCH = {b"HELLO": _PUSHES, b"SETNAME": _NAME, b"TRACKING": _TRACKING}
 
 
 class Connection:
@@ -89,8 +94,9 @@ class Connection:
 
     __slots__ = (
         "_addresses", "_dial", "_look_up", "again_ns", "backlog", "box", "busy", "carried", "cause",
-        "channel", "connect_by_ns", "degraded", "doubtful", "fd", "heard", "limit_ns", "lock", "opened_ns",
-        "out", "polled", "proven", "reader", "sane", "site", "slots", "sock", "state", "until_ns",
+        "channel", "connect_by_ns", "degraded", "doubtful", "fd", "heard", "limit_ns", "lock", "lost",
+        "opened_ns", "out", "polled", "proven", "reader", "sane", "site", "slots", "sock", "state", "topics",
+        "until_ns", "useless", "wanted",
     )  # fmt: skip
 
     def __init__(self, channel: Channel, site: Site, now: int, limit_ns: int) -> None:
@@ -119,6 +125,10 @@ class Connection:
         self.again_ns = 0  # connecting is to be tried again then, if not 0
         self.connect_by_ns = now + site.connect_ns if site.connect_ns else 0  # no round waits for longer
         self.degraded = False  # it ended by what the node can do without: the next one goes without
+        self.useless = False  # it ended by what a watch cannot do without
+        self.lost = False  # its watch knows that the node does not answer
+        self.wanted = False  # its watch is to be told when it is ready
+        self.topics: set[bytes] = set()  # what it has subscribed to
         self._addresses: Iterator[Address] = iter(())
         self._dial: Dial | None = None  # what makes it, if its node has it dialled
         self._look_up = site.resolver.addresses() if site.dialing is None else LookUp()
@@ -218,11 +228,14 @@ class Connection:
 
     def _greet(self) -> None:
         """The socket is open: log in, or be ready at once if there is nothing to say."""
-        site = self.site
+        site, tracking = self.site, self.channel.tracking
+        watches = tracking is not None
+        stand_ins = _OF_WATCH if watches else _OPTIONAL
         self.state = HANDSHAKE
         with self.lock:
-            for words in site.node.handshake(not site.no_hello, not site.no_name):
-                self.put(_OPTIONAL.get(words[0], _LOGIN), 0, pack_command(words))
+            for words in site.node.handshake(not site.no_hello, not site.no_name, watches, bool(tracking)):
+                name = words[1] if words[0] == b"CLIENT" else words[0]
+                self.put(stand_ins.get(name, _LOGIN), 0, pack_command(words))
             if not self.slots:
                 if site.suspect and not site.no_ping:
                     self.put(_PING, 0, pack_command((b"PING",)))
@@ -237,8 +250,8 @@ class Connection:
 
     # ---- sending; under the lock ----
 
-    def put(self, task: Task, form: int, data: bytes) -> None:
-        """Queue a whole command and its slot, and send what the socket takes.
+    def put(self, task: Task, form: int, data: bytes, look: Look | None = None) -> None:
+        """Queue a whole command and its slot, maybe with a look behind it, and send what the socket takes.
 
         A socket that fails here is left to its reader, who sees the same, and maybe a last word of the
         server.
@@ -247,6 +260,11 @@ class Connection:
         if task.plan.writes and task.plan.proofs[form] & ~self.proven:
             self.doubtful = True
         self.slots.append((task, form, size))
+        if look is not None:
+            data += look.data
+            self.slots.append((look, 0, len(look.data)))
+            size = len(data)
+            self.lost = False
         self.backlog += size
         if self.out:
             self.out += data
@@ -264,6 +282,8 @@ class Connection:
 
     def hold(self, task: Task, form: int, data: bytes) -> None:
         """Queue a command that goes out with the next one, or when the agent looks."""
+        if task.plan.writes and task.plan.proofs[form] & ~self.proven:
+            self.doubtful = True
         self.slots.append((task, form, len(data)))
         self.backlog += len(data)
         self.out += data
@@ -291,6 +311,15 @@ class Connection:
             plan = task.plan
             if plan.deletes and plan.proofs[form] & ~self.proven:
                 self.put(task, plan.last, plan.packers[-1](task.words))
+
+    def look(self, look: Look, topic: bytes) -> None:
+        """Ask how long a key lives, and before that subscribe to a channel, if it is a new one."""
+        if topic and topic not in self.topics:
+            subscription = Subscription(topic, look)
+            self.hold(subscription, 0, subscription.data)
+            self.topics.add(topic)
+        self.lost = False
+        self.put(look, 0, look.data)
 
     def put_safely(self, task: Task) -> None:
         """Queue a command that nobody waits for, in a form that was answered here, or else the last."""
@@ -334,7 +363,8 @@ class Connection:
             return
         site, slots = self.site, self.slots
         for reply in self.reader.feed(data):
-            if reply[0] == PUSH:
+            if reply[0] >= PUSH:
+                self._take_push(reply)
                 continue
             if not slots:  # a server that is full says so before it hangs up
                 self.end(self._unasked(reply), BROKEN)
@@ -360,10 +390,23 @@ class Connection:
             elif not slots and self.state == HANDSHAKE:
                 with self.lock:
                     self._be_ready()
+                if self.wanted:
+                    self.channel.tell(_engine.READY, site.index)
         if not slots:
             self.backlog = 0  # others may have added to it at the same time
         if self.reader.fault is not None:
             self.end(self.reader.fault, BROKEN)
+
+    def _take_push(self, push: Reply) -> None:
+        """Pass on what the node says unasked, or that it has carried out a subscription."""
+        kind, subject = push
+        if kind == SUBSCRIBED:
+            if self.slots and isinstance(self.slots[0][0], Subscription):
+                self.backlog -= self.slots[0][2]
+                self.slots.popleft()
+        elif isinstance(subject, bytes) and self.state == READY:
+            mark = mark_of(subject) if subject else 0
+            self.channel.tell(_engine.CHANGED, self.site.index, mark)
 
     def discard_input(self) -> bool:
         """Read and forget; False if there is nothing more for now, or at all (DEAD)."""
@@ -384,6 +427,13 @@ class Connection:
             if kind == ERROR and task is _NAME:
                 self.site.no_name = True
             return None
+        if task is _PUSHES or task is _TRACKING:
+            if kind == ERROR:
+                assert isinstance(value, bytes)
+                if task is _TRACKING or lacks_hello(value):
+                    self._miss(task)
+                self.end(self.site.node.scrubbed(text_of(value)), BROKEN)
+            return None
         if task is _HELLO or task is _LOGIN:
             if kind == ERROR:
                 assert isinstance(value, bytes)
@@ -398,15 +448,42 @@ class Connection:
                 forms = self.site.forms
                 forms[plan.index] = max(forms[plan.index], form + 1)
             with self.lock:
-                if task is current:
-                    self.put(task, form + 1, plan.packers[form + 1](task.words))
+                if task is current:  # what it writes would end what an earlier look has begun
+                    self.put(task, form + 1, plan.packers[form + 1](task.words), task.look)
+                elif plan.after:  # others may have been put in its place by now
+                    self.put_safely(task.delete(now_ns()))
                 elif plan.deletes or not self._is_outdated(task):
                     self.put(task, plan.last, plan.packers[-1](task.words))
             return None
         answer = decode(plan.decoder, reply, task.token)
-        if answer is None:
+        if answer is None or (isinstance(task, Subscription) and kind != ERROR):
             self.end("a reply that does not belong to the command", BROKEN)
+            return None
+        if isinstance(task, (Look, Subscription)):
+            self._tell(task, reply)
         return answer
+
+    def _tell(self, task: Look | Subscription, reply: Reply) -> None:
+        """Pass on the answer to what a watch has asked, if it is still there."""
+        value = reply[1]
+        channel = self.channel
+        if isinstance(value, bytes) and isinstance(task, Subscription):
+            self.topics.discard(task.key)
+        if self.state != READY or task.events is None or task.events is not channel.events:
+            return
+        if isinstance(value, bytes):
+            channel.tell(_engine.LOST, self.site.index, 0, int(falls_back(value)))
+        elif isinstance(value, int) and isinstance(task, Look):
+            self.lost = False
+            channel.tell(_engine.LIFE_TOLD, self.site.index, task.mark, value)
+
+    def _miss(self, task: Task) -> None:
+        """The node does not know or permit a part of the handshake that a watch needs."""
+        if task is _TRACKING:
+            self.site.no_tracking = True
+        else:
+            self.site.no_push = True
+        self.degraded = self.useless = True
 
     def _is_outdated(self, task: Task) -> bool:
         """Whether it must not be repeated: it writes nothing, or its token was written again since."""
@@ -486,6 +563,9 @@ class Connection:
         if task is _PING:
             site.no_ping = True
             return False
+        if task is _PUSHES or task is _TRACKING:
+            self._miss(task)
+            return True
         if task is _HELLO or task is _NAME:
             site.no_hello |= task is _HELLO
             site.no_name |= task is _NAME

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import select
-import time
 from typing import TYPE_CHECKING, Final
 
 from redbolt import _engine, _process
 from redbolt._clock import now_ns
+from redbolt._engine import LOST
 from redbolt._judge import FAULT, GRANTED, NO, OPEN, UNDECIDED, WAITING, YES, validity_end_ns, verdict
 from redbolt._programs import DROP, TAKE, Program
 from redbolt._pure.agent import NEVER
@@ -20,16 +20,17 @@ from redbolt._pure.connection import (
     RESOLVING,
     Connection,
 )
+from redbolt._pure.gate import Gate
 from redbolt._pure.pool import Pool
 from redbolt._pure.resp import PLANS, Plan
-from redbolt._pure.task import DELETE_LIFE_NS, Task, debt_for
+from redbolt._pure.task import DELETE_LIFE_NS, Task, debt_for, mark_of
+from redbolt._pure.watch import Watch
 from redbolt.node import Node
 
 __all__ = ["Engine", "Votes"]
 
 _POLLIN: Final = select.POLLIN
 _SLICE_MS = 50  # the main thread looks for signals at least this often
-_PATIENCE = 50  # times 0.2 ms
 _STALE_NS = 2_000_000  # a channel that was idle for longer may have connections that ended meanwhile
 _CALM = MOST_BACKLOG - 2 * _engine.MAX_KEY - 1024  # any command may be added to so many unanswered bytes
 _POST_LIMIT_NS = 1_000_000_000
@@ -111,8 +112,13 @@ class Engine:
         limit_ns: int,
         program: Program = TAKE,
         extra: tuple[bytes, ...] = (),
+        nodes: int = -1,
+        watch: Watch | None = None,
     ) -> bool:
-        """Try once to take a lock, and undo what was done if it was not granted."""
+        """Try once to take a lock, and undo what was done if it was not granted.
+
+        ``watch``: it is done on the channel of that one, together with a look.
+        """
         if TYPE_CHECKING:
             assert isinstance(votes, Votes)  # it was made by our own `votes`
         fresh = token is None
@@ -120,10 +126,13 @@ class Engine:
         votes.token = token = _fresh_token() if token is None else token
         args = (token, *extra, b"%d" % lease_ms) if lease_ms else (token, *extra)
         plan = PLANS[program.index]
+        fresh = fresh and not plan.after
         _check(plan, key, *args)
         votes._task = task = Task(plan, key, args, limit_ns, 0, self._size)
+        if nodes != -1:
+            self._ask_only(task, nodes)
         try:
-            channel = self._pool.check_out(task, fresh)
+            channel = self._pool.check_out(task, fresh) if watch is None else watch.lend(task, fresh)
             self._start(votes, channel, task, lease_ms * 1_000_000 or _ENDLESS_NS)
             self._finish(votes, channel, task, quorum)
             votes.valid_until_ns = (
@@ -136,10 +145,15 @@ class Engine:
                 self._undo(channel, task)
                 if late:
                     self._tell_late(task)
-            self._pool.put_back(channel, votes.ended_ns, limit_ns)
+            if watch is None:
+                self._pool.put_back(channel, votes.ended_ns, limit_ns)
+            else:
+                watch.take_back(channel, votes.ended_ns, limit_ns)
             return votes.verdict == GRANTED
         except BaseException:
             self._give_up(votes, task)
+            if watch is not None:
+                watch.give_up()
             raise
 
     def round(
@@ -188,26 +202,33 @@ class Engine:
         self._pool.care.discarded.append((debt_for(plan, words), touched))
         self._pool.wake()
 
-    def post(self, program: Program, key: bytes, args: tuple[bytes, ...]) -> None:
+    def post(self, program: Program, key: bytes, args: tuple[bytes, ...], touched: int = -1) -> None:
         """Have a program go along with the next command to each ready node, or a little later alone."""
         plan = PLANS[program.index]
         _check(plan, key, *args)
         task = Task(plan, key, args, _POST_LIMIT_NS, 0, self._size)
+        if touched != -1:
+            self._ask_only(task, touched)
         try:
-            channel = self._pool.check_out(task, True)
             now = now_ns()
             task.due_ns = now + _POST_LIMIT_NS
+            task.expires_ns = now + DELETE_LIFE_NS
+            channel = self._pool.check_out(task, not plan.writes)
             with channel.lock:
                 for conn in channel.conns:
                     if conn is not None and conn.state == READY and conn.backlog <= _CALM:
                         conn.busy = True
-                        form = plan.safe_form(conn.proven)
-                        conn.hold(task, form, plan.packers[form](task.words))
+                        self._post_on(conn, task, now)
                         conn.busy = False
             self._pool.put_back(channel, now, _HOLD_NS)
         except BaseException:
+            task.elsewhere.clear()  # it is not undone: the token may be there by an earlier write
             self._give_up(Votes(self._size), task)
             raise
+
+    def gate(self) -> Gate:
+        """Where a thread of this process waits for another one."""
+        return Gate()
 
     def pending(self, token: bytes) -> bool:
         """Say whether some write of this token may still be executed."""
@@ -217,8 +238,21 @@ class Engine:
             self._pool.unlock()
             raise
 
+    def absent(self) -> int:
+        """A bit for each node that would not be asked now."""
+        now = now_ns()
+        return sum(1 << site.index for site in self._sites if site.is_absent(now))
+
+    def mark(self, key: bytes) -> int:
+        """What the events of a watch call a key."""
+        return mark_of(key)
+
+    def watch(self, tracking: bool = True) -> Watch:
+        """A channel to wait on."""
+        return Watch(self, self._pool, tracking)
+
     def close(self) -> None:
-        """Retire all connections that no round is using."""
+        """Retire all connections that no round, and no watch, is using."""
         try:
             self._pool.close()
         except BaseException:
@@ -226,6 +260,27 @@ class Engine:
             raise
 
     # ---- a round ----
+
+    def _ask_only(self, task: Task, nodes: int) -> None:
+        """Let the other nodes not count."""
+        for index in range(self._size):
+            if not nodes >> index & 1:
+                task.left_out.add(index)
+                task.settle(index, (OPEN, 0, ""))
+        task.asked = task.open
+
+    def _post_on(self, conn: Connection, task: Task, now: int) -> None:
+        plan, site = task.plan, conn.site
+        if task.answers[site.index] is not None:
+            return
+        if plan.writes and not plan.deletes:
+            if site.suspect:
+                return
+            conn.send_orphans(now)
+            if conn.doubtful:
+                conn.settle_doubts()
+        form = plan.safe_form(conn.proven)
+        conn.hold(task, form, plan.packers[form](task.words))
 
     def _leave_out(self, task: Task, touched: int) -> None:
         for index in range(self._size):
@@ -237,12 +292,14 @@ class Engine:
         """Send the command to every node that can get it now."""
         now = now_ns()
         if now - channel.used_ns > _STALE_NS or (channel.unfinished and channel.is_overdue(now)):
-            self._catch_up(channel, now)
+            self.catch_up(channel, now)
             now = now_ns()
         votes.started_ns = now
         task.due_ns = now + task.limit_ns
         task.expires_ns = now + life_ns
-        plan, written, answers = task.plan, task.written, task.answers
+        plan, written, answers, look = task.plan, task.written, task.answers, task.look
+        if look is not None:
+            look.due_ns = task.due_ns
         index, form, data = plan.index, -1, b""
         rest: list[int] | None = None
         at = 0
@@ -265,7 +322,7 @@ class Engine:
                         data = plan.packers[form](task.words)
                     written[at] = conn
                     conn.busy = True
-                    conn.put(task, form, data)
+                    conn.put(task, form, data, look)
                     conn.busy = False
                 at += 1
         if rest is not None:
@@ -279,25 +336,33 @@ class Engine:
             return
         if site.suspect and not task.plan.deletes:
             task.settle(index, (FAULT, 0, f"left out until it answers again: {site.cause}"))
+            channel.tell(LOST, index)
         else:
             task.waiting.add(index)
         conn = channel.conns[index]
         if conn is None:
+            if lacking := site.lacks(channel.tracking):
+                task.waiting.discard(index)
+                task.settle(index, (FAULT, 0, f"it does not know or permit {lacking}"))
+                channel.tell(LOST, index, 0, 1)
+                return
             if now < site.next_connect_ns:
                 task.waiting.discard(index)
                 task.settle(index, (FAULT, 0, site.cause))
+                channel.tell(LOST, index)
                 return
             conn = self._pool.open(channel, site, now, task.limit_ns)  # a suspect may be back
-        self._follow_up(channel, conn, task)
+        self.follow_up(channel, conn, task)
 
-    def _follow_up(self, channel: Channel, conn: Connection, task: Task) -> None:
+    def follow_up(self, channel: Channel, conn: Connection, task: Task) -> None:
         """Do what the state of a connection calls for."""
         index = conn.site.index
         if conn.state > READY:
             self._pool.lose(conn)
-            if conn.degraded and index in task.waiting:  # at once again, without what the node does not know
+            if conn.degraded and not conn.useless and index in task.waiting:
+                # At once again, without what the node does not know.
                 again = self._pool.open(channel, conn.site, now_ns(), task.limit_ns)
-                self._follow_up(channel, again, task)
+                self.follow_up(channel, again, task)
                 return
             if index in task.waiting or task.written[index] is conn:
                 task.waiting.discard(index)
@@ -320,13 +385,13 @@ class Engine:
                 task.settle(site.index, (FAULT, 0, "too many unanswered commands"))
             else:
                 task.written[site.index] = conn
-                conn.put(task, form, data)
+                conn.put(task, form, data, task.look)
             conn.busy = False
         task.waiting.discard(site.index)
 
     def _finish(self, votes: Votes, channel: Channel, task: Task, quorum: int) -> None:
         """Count votes until they decide the round or its time is over."""
-        size, limit_ns = self._size, task.limit_ns
+        size, limit_ns = task.asked, task.limit_ns
         found = verdict(task.yes, task.no, task.open, size, quorum)
         ended = votes.started_ns
         timeout = min(_SLICE_MS, -(-limit_ns // 1_000_000))
@@ -341,9 +406,9 @@ class Engine:
                 if conn.state == READY and events == _POLLIN:
                     conn.receive(task)
                     if conn.state != READY:
-                        self._follow_up(channel, conn, task)
+                        self.follow_up(channel, conn, task)
                 else:
-                    self._on_events(channel, conn, task, events)
+                    self.on_events(channel, conn, task, events)
             found = verdict(task.yes, task.no, task.open, size, quorum)
             ended = now_ns()
             if found == WAITING:
@@ -360,12 +425,12 @@ class Engine:
         votes.hits = task.hits
         votes.verdict = found
 
-    def _on_events(self, channel: Channel, conn: Connection, task: Task, events: int) -> None:
+    def on_events(self, channel: Channel, conn: Connection, task: Task, events: int) -> None:
         """Go on with a connection that is being opened, has to send, or was ended."""
         conn.proceed(now_ns(), events)
         if events & ~select.POLLOUT and conn.open():
             conn.receive(task)
-        self._follow_up(channel, conn, task)
+        self.follow_up(channel, conn, task)
 
     def _tick(self, channel: Channel, task: Task, timeout: int) -> int:
         """Go on with connections that wait for a time or a name; the timeout that suits them."""
@@ -378,14 +443,14 @@ class Engine:
                 timeout = max(0, min(timeout, -(-(conn.connect_by_ns - now) // 1_000_000)))
             if conn.connect_by_ns and now >= conn.connect_by_ns:
                 conn.end(f"no connection within {conn.site.connect_ns // 1_000_000} ms")
-                self._follow_up(channel, conn, task)
+                self.follow_up(channel, conn, task)
             elif conn.state == RESOLVING or conn.again_ns:
                 conn.proceed(now, 0)
-                self._follow_up(channel, conn, task)
+                self.follow_up(channel, conn, task)
                 timeout = min(timeout, 1)
         return timeout if task.open else 0
 
-    def _catch_up(self, channel: Channel, now: int) -> None:
+    def catch_up(self, channel: Channel, now: int) -> None:
         """Read what has come since the channel was used last: what has ended is replaced in this round."""
         for fd, events in channel.poll.poll(0):
             conn = channel.by_fd.get(fd)
@@ -444,23 +509,14 @@ class Engine:
 
     def _give_up(self, votes: Votes, task: Task) -> None:
         """The round was interrupted anywhere: the agent, which nothing interrupts, cleans up."""
-        pool = self._pool
         if task.generation != _process.generation:
             votes.verdict = UNDECIDED
             return  # it belongs to the parent, with all that it wrote
-        interrupted = pool.care.interrupted
         while True:
             try:
                 votes.verdict = UNDECIDED
                 votes.yes, votes.no, votes.hits = task.yes, task.no, task.hits
-                pool.unlock()
-                if task not in interrupted:
-                    interrupted.append(task)
-                pool.wake()
-                for _ in range(_PATIENCE):  # so that whoever goes on finds the channel in order
-                    if task not in interrupted:
-                        break
-                    time.sleep(0.0002)
+                self._pool.hand_over(task)
                 return
             except BaseException:  # a second interrupt; the first one is on its way already
                 continue

@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 import weakref
+from collections import deque
 
+from redbolt import _clock, _engine
 from redbolt._clock import now_ns
 from redbolt._judge import FAULT
 from redbolt._pure.agent import AGENT
@@ -33,6 +36,7 @@ _RETIRE_NS = 1_000_000_000
 _LONGEST_RETIRE_NS = 30_000_000_000
 _MOST_RETIRED = 32
 _MOST_MAIL = 1024
+_PATIENCE = 50  # times 0.2 ms
 _QUEUED = (FAULT, 0, "queued behind an unanswered write")
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
@@ -43,13 +47,15 @@ class Pool:
 
     def __init__(self, nodes: tuple[Node, ...]) -> None:
         self.care = Care(self)
-        self.sites = [Site(index, node, self.wake) for index, node in enumerate(nodes)]
+        self.sites = [Site(index, node, self._on_news) for index, node in enumerate(nodes)]
         self._begin()
         _pools.add(self)
 
     def _begin(self) -> None:
         self.lock = threading.RLock()
         self.idle: list[Channel] = []  # a stack; after an interrupt there may be one with an owner in it
+        self.shelves: tuple[list[Channel], list[Channel]] = ([], [])
+        """Idle channels of watches, without and with CLIENT TRACKING."""
         self.channels: set[Channel] = set()
         self.connections: set[Connection] = set()  # all that may have a socket
         self.retired: list[Connection] = []
@@ -59,25 +65,38 @@ class Pool:
     def after_fork(self) -> None:
         """Nothing of the parent's is ours: descriptors are closed here, and nothing is sent."""
         connections = self.connections
+        channels = [*self.channels, *self.care.piped]
         self._begin()
         self.care.reset()
         for site in self.sites:
             site.reset()
         for conn in list(connections):
             conn.close()
+        for channel in channels:
+            channel.shut()
 
     def wake(self) -> None:
         """Have the agent look after the pool now."""
         AGENT.due(self.care, 0)
+
+    def nudge(self) -> None:
+        """Have all watches look around."""
+        for channel in list(self.channels):
+            channel.nudge()
+
+    def _on_news(self) -> None:
+        """An address was found, or a connection was dialled."""
+        self.wake()
+        self.nudge()
 
     # ---- for rounds ----
 
     def check_out(self, task: Task, fresh: bool) -> Channel:
         """Take an idle channel, or make one. ``fresh`` says that no other command can be about its token.
 
-        A later write of a token must follow the earlier ones on the same connection. So the channel that
-        still waits for one is preferred; on channels that other threads use, the command is left to be sent
-        behind it, and nobody waits for the reply.
+        A later write of a token must follow the earlier ones on the same connection, and so must one that
+        puts a new token in its place. So the channel that still waits for one is preferred; on channels that
+        other threads use, the command is left to be sent behind it, and nobody waits for the reply.
         """
         now = now_ns()
         with self.lock:
@@ -104,7 +123,7 @@ class Pool:
         return channel
 
     def _preferred(self, task: Task, best: Channel | None) -> Channel | None:
-        token = task.token
+        token = task.follows
         assert token is not None
         for channel in reversed(self.idle):
             if (channel.unfinished or channel.mail) and channel.owner is None:
@@ -114,7 +133,7 @@ class Pool:
         return best
 
     def _queue_behind(self, task: Task, mine: Channel) -> None:
-        token = task.token
+        token = task.follows
         assert token is not None
         for channel in self.channels:
             owner = channel.owner
@@ -122,6 +141,8 @@ class Pool:
                 channel.unfinished or channel.mail or (owner is not None and owner.token == token)
             ):
                 for index in range(len(self.sites)):
+                    if task.plan.tries and task.answers[index] is not None:
+                        continue  # that node is not to be asked
                     if channel.holds(index, token):
                         self.leave(channel, index, task)
                         task.elsewhere.append((index, channel))
@@ -155,6 +176,56 @@ class Pool:
         elif least_used_ns:
             self.care.expect_surplus(least_used_ns)
 
+    # ---- for watches ----
+
+    def take(self, tracking: bool, holder: Task) -> Channel:
+        """Give a watch an idle channel of its kind, or a new one; it is the holder's until `shelve`."""
+        now = now_ns()
+        with self.lock:
+            self.closed_ns = 0
+            shelf = self.shelves[tracking]
+            while shelf and shelf[-1].owner is not None:  # after an interrupt
+                shelf.pop()
+            if shelf:
+                channel = shelf[-1]
+                if channel.mail:
+                    self.care.deliver(channel, now)
+                channel.owner = holder
+                shelf.pop()
+                channel.used_ns = 0  # see first what it has become
+            else:
+                channel = Channel(len(self.sites), holder, now, tracking)
+                self.channels.add(channel)
+            channel.events = deque()
+        return channel
+
+    def borrow(self, channel: Channel, task: Task, fresh: bool) -> None:
+        """Have a task use the channel of a watch, as `check_out`."""
+        with self.lock:
+            channel.owner = task
+            if not fresh and len(self.channels) > 1:
+                self._queue_behind(task, channel)
+
+    def shelve(self, channel: Channel, now: int, limit_ns: int) -> None:
+        """Keep a channel that no watch uses any more for the next one, unless something was subscribed to."""
+        with self.lock:
+            channel.events = None
+            channel.unhear()
+            if self.closed_ns or any(conn is not None and conn.topics for conn in channel.conns):
+                self.dismiss(channel)
+                self.wake()
+                return
+            channel.unfinished = channel.is_unfinished()
+            channel.used_ns = now
+            shelf = self.shelves[bool(channel.tracking)]
+            if channel not in shelf:
+                shelf.append(channel)
+            channel.owner = None
+        if channel.unfinished:
+            AGENT.due(self.care, now if channel.may_fall_back() else now + limit_ns)
+        else:
+            self.care.expect_surplus(now)
+
     def open(self, channel: Channel, site: Site, now: int, limit_ns: int) -> Connection:
         """Begin to connect a channel to a node."""
         conn = Connection(channel, site, now, limit_ns)
@@ -177,6 +248,8 @@ class Pool:
                 site.cause = conn.cause
             else:
                 site.failed(conn.cause, now)
+            if not conn.lost or conn.useless:
+                channel.tell(_engine.LOST, site.index, 0, int(conn.useless))
             if conn.state == BROKEN:
                 self.retire(conn, now)
             elif conn.state == DEAD:
@@ -211,10 +284,22 @@ class Pool:
         with self.lock:
             self.care.send_discarded(now_ns())  # while there are connections to send it on
             self.closed_ns = now_ns()
-            for channel in list(self.idle):
+            for channel in [*self.idle, *self.shelves[0], *self.shelves[1]]:
                 if channel.owner is None:
                     self.dismiss(channel)
         self.wake()
+
+    def hand_over(self, task: Task) -> None:
+        """Have the agent clean up after a task whose thread was interrupted. May be repeated."""
+        interrupted = self.care.interrupted
+        self.unlock()
+        if task not in interrupted:
+            interrupted.append(task)
+        self.wake()
+        for _ in range(_PATIENCE):  # so that whoever goes on finds the channel in order
+            if task not in interrupted:
+                break
+            time.sleep(0.0002)
 
     def unlock(self) -> None:
         """Take all locks off the calling thread, wherever an interrupt has left it."""
@@ -288,8 +373,11 @@ class Pool:
             if conn.channel is channel and conn not in self.retired:
                 self.retire(conn, now)
         self.care.deliver(channel, now)
-        if channel in self.idle:
-            self.idle.remove(channel)
+        for channels in (self.idle, *self.shelves):
+            if channel in channels:
+                channels.remove(channel)
+        if channel.end_nudges():
+            self.care.piped.append(channel)
         self.channels.discard(channel)
 
 
@@ -298,4 +386,10 @@ def _after_fork() -> None:
         pool.after_fork()
 
 
+def _on_offset(offset_ns: int) -> None:
+    for pool in list(_pools):
+        pool.nudge()
+
+
 os.register_at_fork(after_in_child=_after_fork)
+_clock.on_offset(_on_offset)

@@ -1,9 +1,9 @@
 """The protocol: packing commands, reading replies (RESP2 and RESP3), and what a reply says in a vote.
 
-Only the outermost value of a reply is kept: a lock never asks for more, and what a hostile server nests
-inside costs no memory. That is why the reader is our own even where the hiredis package is there: that one
-makes room for the list that a server announces (1.6 GB for ``*200000000``), and does not tell a status from
-a string.
+Only the outermost value of a reply is kept, and of a push the key that it is about: a lock never asks for
+more, and what a hostile server nests inside costs no memory. That is why the reader is our own even where the
+hiredis package is there: that one makes room for the list that a server announces (1.6 GB for
+``*200000000``), and does not tell a status from a string.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from redbolt._engine import MAX_REPLY
+from redbolt._engine import MAX_KEY, MAX_REPLY
 from redbolt._judge import FAULT, NO, YES, is_wrongtype
 from redbolt._programs import PROGRAMS, Decoder, Program
 
 __all__ = [
-    "BULK", "COMMON", "ERROR", "INTEGER", "NIL", "OTHER", "PLANS", "PUSH", "STATUS",
+    "BULK", "COMMON", "ERROR", "INTEGER", "NIL", "OTHER", "PLANS", "PUSH", "STATUS", "SUBSCRIBED",
     "Answer", "Plan", "Reader", "Reply", "decode", "pack_command", "text_of",
 ]  # fmt: skip
 
@@ -28,14 +28,19 @@ BULK: Final = 3
 NIL: Final = 4
 OTHER: Final = 5  # a list, a map, a double ...: nothing that a lock asks for
 PUSH: Final = 6  # an out-of-band message, or an attribute: no reply to any command
+SUBSCRIBED: Final = 7  # the push that answers SUBSCRIBE
+_ATTRIBUTE: Final = 8
 
 Reply: TypeAlias = tuple[int, bytes | int | None]
-"""Kind and value: the text of a status, error or string, or an integer."""
+"""Kind and value: the text of a status, error or string, or an integer. Of a push: the key that has changed,
+or the channel that has a message; empty if it may be any; None if it is about something else.
+"""
 Answer: TypeAlias = tuple[int, int, str]
 """What one node says: the vote, how many keys it deleted, and a text (a type, or the cause of a fault)."""
 
 _MOST_TEXT = 200  # characters of a server's text that are kept
 _MOST_ELEMENTS = 65_536
+_MOST_PARTS = 3  # of a push that are looked at
 
 
 # ---- packing ----
@@ -92,7 +97,7 @@ class _Garbage(Exception):
 class Reader:
     """Cuts what a server sends into replies; remembers what is not whole yet."""
 
-    __slots__ = ("_buffer", "_missing", "_passed", "_push", "_scanned", "fault")
+    __slots__ = ("_buffer", "_kind", "_missing", "_parts", "_passed", "_scanned", "fault")
 
     def __init__(self) -> None:
         self.fault: str | None = None
@@ -100,7 +105,8 @@ class Reader:
         self._scanned = 0  # no line ends before this place
         self._missing = 0  # values that the open list still lacks
         self._passed = 0  # bytes of it that were read and forgotten
-        self._push = False  # it is a push
+        self._kind = OTHER  # what it is
+        self._parts: list[bytes | int | None] = []  # if it is a push: its beginning
 
     def feed(self, data: bytes) -> Sequence[Reply]:
         """The replies that ``data`` completes. Sets ``fault`` where the stream is no RESP, or too long."""
@@ -148,14 +154,40 @@ class Reader:
         if self._missing:
             self._missing += more - 1
             self._passed += size
+            if self._kind == PUSH and len(self._parts) < _MOST_PARTS:
+                self._parts.append(_part(kind, value, more))
         elif more:
-            self._missing, self._passed, self._push = more, size, kind == PUSH
+            self._missing, self._passed, self._kind = more, size, kind
+            self._parts.clear()
         else:
-            replies.append((kind, value))
+            replies.append((PUSH if kind == _ATTRIBUTE else kind, value))
             return
         if not self._missing:
-            replies.append((PUSH if self._push else OTHER, None))
+            replies.append(_message(self._parts) if self._kind in (PUSH, _ATTRIBUTE) else (OTHER, None))
             self._passed = 0
+
+
+def _part(kind: int, value: bytes | int | None, more: int) -> bytes | int | None:
+    """What is kept of a part of a push: a string if it may be a key, or the length of a list."""
+    if kind in (BULK, STATUS) and isinstance(value, bytes) and len(value) <= MAX_KEY:
+        return value
+    return more or None
+
+
+def _message(parts: list[bytes | int | None]) -> Reply:
+    """A push, by its first parts in the order in which they came; see `Reply`."""
+    subject: bytes | int | None = None
+    if parts[:1] == [b"subscribe"]:
+        return SUBSCRIBED, None
+    if parts[:1] == [b"invalidate"]:
+        if parts[1:2] == [1] and len(parts) == 3:  # a list of one
+            subject = parts[2]
+    elif parts[:1] == [b"message"]:
+        if len(parts) > 1:
+            subject = parts[1]
+    else:
+        return PUSH, None
+    return PUSH, subject if isinstance(subject, bytes) else b""
 
 
 def _line(mark: int, line: bytes) -> tuple[int, bytes | int | None, int, int]:
@@ -183,7 +215,8 @@ def _line(mark: int, line: bytes) -> tuple[int, bytes | int | None, int, int]:
         return (BULK if mark == 0x24 else OTHER), None, number, 0
     if not 0 <= number <= _MOST_ELEMENTS:
         raise _Garbage("Multi-bulk length out of range")
-    return (PUSH if mark in b">|" else OTHER), None, -1, number * 2 if mark in b"%|" else number
+    kind = PUSH if mark == 0x3E else _ATTRIBUTE if mark == 0x7C else OTHER
+    return kind, None, -1, number * 2 if mark in b"%|" else number
 
 
 # ---- votes ----
@@ -196,6 +229,7 @@ _ANSWERS: dict[Decoder, dict[Reply, Answer]] = {
     Decoder.GONE: {(INTEGER, 1): (YES, 1, ""), (INTEGER, 0): _YES},
     Decoder.SAME: {_NIL: _NO},
     Decoder.TEXT: {},
+    Decoder.LIFE: {},
 }
 
 
@@ -203,8 +237,8 @@ class Plan:
     """A program made ready for use."""
 
     __slots__ = (
-        "answers", "decoder", "deletes", "index", "last", "native", "packers", "proofs", "tries", "undo",
-        "undone", "words", "writes",
+        "after", "answers", "decoder", "deletes", "index", "last", "native", "packers", "proofs", "tries",
+        "undo", "undone", "words", "writes",
     )  # fmt: skip
 
     def __init__(self, program: Program) -> None:
@@ -215,6 +249,7 @@ class Plan:
         self.deletes = program.deletes
         self.tries = program.tries
         self.undo = program.undo
+        self.after = program.after
         self.undone = program.undo >= 0  # what is unanswered of it is followed by a delete
         self.last = len(program.forms) - 1
         self.packers = tuple(map(_packer, program.forms))
@@ -252,6 +287,9 @@ def decode(decoder: Decoder, reply: Reply, token: bytes | None) -> Answer | None
     if kind == STATUS and decoder == Decoder.TEXT:
         assert isinstance(value, bytes)
         return YES, 0, text_of(value)
+    if kind == INTEGER and decoder == Decoder.LIFE:
+        assert isinstance(value, int)
+        return _YES if value == -2 else _NO if value >= -1 else None
     return None
 
 

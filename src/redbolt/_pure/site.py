@@ -26,7 +26,8 @@ class Site:
 
     __slots__ = (
         "away", "back_off_ns", "cause", "connect_ns", "dialing", "forms", "index", "next_connect_ns",
-        "no_hello", "no_name", "no_ping", "node", "orphans", "proven", "resolver", "suspect",
+        "no_hello", "no_name", "no_ping", "no_push", "no_tracking", "node", "orphans", "proven", "resolver",
+        "suspect",
     )  # fmt: skip
 
     def __init__(self, index: int, node: Node, on_resolved: Callable[[], None]) -> None:
@@ -43,6 +44,7 @@ class Site:
         self.no_ping = False
         self.no_hello = False
         self.no_name = False  # it does not let connections have a name
+        self.no_push = self.no_tracking = False  # ways of watching that it lacks
         self.reset()
 
     def reset(self) -> None:
@@ -83,7 +85,21 @@ class Site:
             self.away = False
             self.forms = [0] * len(PROGRAMS)
             self.proven = 0
-            self.no_hello = self.no_name = False
+            self.no_hello = self.no_name = self.no_push = self.no_tracking = False
+
+    def lacks(self, tracking: bool | None) -> str:
+        """What a connection for a kind of watch would need, and the node does not know or permit; empty if
+        nothing.
+        """
+        if tracking is None:
+            return ""
+        if self.no_push:
+            return "HELLO 3"
+        return "CLIENT TRACKING" if tracking and self.no_tracking else ""
+
+    def is_absent(self, now: int) -> bool:
+        """Whether it is suspect, or is not connected to yet."""
+        return self.suspect or now < self.next_connect_ns
 
     def add_orphan(self, debt: Debt, expires_ns: int) -> None:
         """Owe the node a delete."""

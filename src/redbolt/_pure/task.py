@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
 from redbolt import _process
+from redbolt._engine import Event
 from redbolt._judge import NO, YES
-from redbolt._pure.resp import PLANS, Answer, Plan
+from redbolt._programs import LIFE
+from redbolt._pure.resp import PLANS, Answer, Plan, pack_command
 
 if TYPE_CHECKING:
     from redbolt._pure.channel import Channel
     from redbolt._pure.connection import Connection
 
-__all__ = ["DELETE_LIFE_NS", "Debt", "Task", "debt_for", "delete_task"]
+__all__ = ["DELETE_LIFE_NS", "Debt", "Look", "Subscription", "Task", "debt_for", "delete_task", "mark_of"]
 
 Debt: TypeAlias = tuple[int, tuple[bytes, ...]]
 """A delete that a node is owed: the index of its program, and its words (the key, the token ...)."""
@@ -24,8 +27,8 @@ class Task:
     """One command for all nodes, and what they said; shared by its slots on the connections."""
 
     __slots__ = (
-        "answers", "due_ns", "elsewhere", "expires_ns", "generation", "hits", "key", "left_out", "limit_ns",
-        "no", "open", "plan", "token", "waiting", "words", "written", "yes",
+        "answers", "asked", "due_ns", "elsewhere", "expires_ns", "follows", "generation", "hits", "key",
+        "left_out", "limit_ns", "look", "no", "open", "plan", "token", "waiting", "words", "written", "yes",
     )  # fmt: skip
 
     def __init__(
@@ -35,12 +38,14 @@ class Task:
         self.key = key
         self.words = (key, *args)
         self.token = args[0] if args else None
+        self.follows = self.words[plan.after] if plan.after else self.token  # whose writes have to go before
         self.limit_ns = limit_ns
         self.due_ns = 0
         self.generation = _process.generation
         self.expires_ns = expires_ns  # its delete is of no use after this
         self.yes = self.no = self.hits = 0
-        self.open = nodes
+        self.open = self.asked = nodes
+        self.look: Look | None = None  # goes out behind it
         self.answers: list[Answer | None] = [None] * nodes
         self.written: list[Connection | None] = [None] * nodes  # where the command may have gone out
         self.left_out: set[int] = set()  # nodes that are not asked
@@ -82,6 +87,35 @@ class Task:
     def delete(self, now: int) -> Task:
         """The same, as a command that nobody waits for."""
         return delete_task(self.debt(), now, self.limit_ns, self.expires_ns or now + DELETE_LIFE_NS)
+
+
+class Look(Task):
+    """How long a key lives, asked for a watch; nobody waits for the reply, which becomes an event."""
+
+    __slots__ = ("data", "events", "mark")
+
+    def __init__(self, key: bytes, limit_ns: int, events: deque[Event] | None) -> None:
+        super().__init__(PLANS[LIFE.index], key, (), limit_ns, 0, 0)
+        self.data = self.plan.packers[0](self.words)
+        self.mark = mark_of(key)
+        self.events = events  # of the watch that wants to know
+
+
+class Subscription(Task):
+    """A channel that a watch subscribes to; a push answers it, or an error."""
+
+    __slots__ = ("data", "events")
+
+    def __init__(self, topic: bytes, look: Look) -> None:
+        super().__init__(look.plan, topic, (), look.limit_ns, 0, 0)
+        self.data = pack_command((b"SUBSCRIBE", topic))
+        self.events = look.events
+        self.due_ns = look.due_ns
+
+
+def mark_of(key: bytes) -> int:
+    """What the events of a watch call a key."""
+    return hash(key) or 1
 
 
 def debt_for(plan: Plan, words: tuple[bytes, ...]) -> Debt:
