@@ -116,31 +116,73 @@ cdef int most_descriptors(Engine_* e) noexcept nogil:
 cdef int look_after(Engine_* e, pollfd* fds, int n, int room, int64_t* due) noexcept nogil:
     """Service the idle channels of one engine; they stay out of every thread's hands meanwhile."""
     cdef Channel* ch
-    cdef Conn* conn
     cdef bint first = True
-    cdef int i
+    cdef int kind
     cdef int64_t now = rb_now_ns()
     pthread_mutex_lock(&e.mutex)
+    if e.idle == NULL and (e.watches or e.idle_watch[0] != NULL or e.idle_watch[1] != NULL):
+        have_a_channel(e, now)
     ch = e.idle
     while ch != NULL:
-        for i in range(e.nodes):
-            conn = &ch.conn[i]
-            pthread_mutex_lock(&conn.mutex)
-            look_after_conn(e, conn, first, now, due)
-            ch.late |= late_tags(conn)
-            if n < room and (conn.slots or conn.out.length or conn.state < READY) and conn_interest(conn):
-                if (
-                    e.node[i].suspect or conn.state < READY or (conn.out.length and not conn.held_ns)
-                    or may_fall_back(conn)
-                ):  # fmt: skip
-                    fds[n].fd = conn.fd
-                    fds[n].events = conn_interest(conn)
-                    n += 1
-            pthread_mutex_unlock(&conn.mutex)
+        n = look_after_channel(e, ch, first, fds, n, room, now, due)
         first = False
         ch = ch.next_idle
-    close_surplus(e, now, due)
+    if e.idle != NULL:
+        close_surplus(e, &e.idle.next_idle, now, due)
+    for kind in range(2):
+        ch = e.idle_watch[kind]
+        while ch != NULL:
+            n = look_after_channel(e, ch, False, fds, n, room, now, due)
+            ch = ch.next_idle
+        close_surplus(e, &e.idle_watch[kind], now, due)
     pthread_mutex_unlock(&e.mutex)
+    return n
+
+
+cdef void have_a_channel(Engine_* e, int64_t now) noexcept nogil:
+    """Make a channel if only watches are in use, and some node is to be asked whether it is there, or is owed
+    something. The engine's mutex is held.
+    """
+    cdef Channel* ch = e.all
+    cdef int i
+    while ch != NULL:
+        if not ch.kind:  # a round has it, and will give it back
+            return
+        ch = ch.next
+    for i in range(e.nodes):
+        if e.node[i].orphans or (e.node[i].suspect and is_cared_for(e, now)):
+            ch = channel_new(e, ORDINARY)
+            if ch != NULL:
+                ch.used_ns = now
+                ch.next = e.all
+                e.all = e.idle = ch
+            return
+
+
+cdef inline bint is_cared_for(const Engine_* e, int64_t now) noexcept nogil:
+    """Whether anybody would like to hear that a silent node is back."""
+    return e.watches or now - e.used_ns < CARES_NS
+
+
+cdef int look_after_channel(
+    Engine_* e, Channel* ch, bint first, pollfd* fds, int n, int room, int64_t now, int64_t* due
+) noexcept nogil:
+    cdef Conn* conn
+    cdef int i
+    for i in range(e.nodes):
+        conn = &ch.conn[i]
+        pthread_mutex_lock(&conn.mutex)
+        look_after_conn(e, conn, first, now, due)
+        ch.late |= late_tags(conn)
+        if n < room and (conn.slots or conn.out.length or conn.state < READY) and conn_interest(conn):
+            if (
+                e.node[i].suspect or conn.state < READY or (conn.out.length and not conn.held_ns)
+                or may_fall_back(conn)
+            ):  # fmt: skip
+                fds[n].fd = conn.fd
+                fds[n].events = conn_interest(conn)
+                n += 1
+        pthread_mutex_unlock(&conn.mutex)
     return n
 
 
@@ -164,13 +206,15 @@ cdef void look_after_conn(Engine_* e, Conn* conn, bint first, int64_t now, int64
         if now >= replace_ns:
             silent_ms = (now - conn.opened_ns) // MS
             snprintf(cause, sizeof(cause), b"no connection within %lld ms", silent_ms)
-            conn_fail(e, NULL, conn, cause, True)
+            conn_fail(e, NULL, conn, cause, conn.state < HANDSHAKE)
         else:
             due[0] = min(due[0], replace_ns)
             if conn.state < HANDSHAKE and conn.fd < 0:
                 due[0] = min(due[0], now + MS)
     if conn.state == READY and first and node.orphans:
         pay_orphans(node, conn, now)
+    if conn.state == READY and first and node.suspect and not conn.slots and is_cared_for(e, now):
+        ask_whether_there(e, conn, now)
     if conn.state == READY and conn.slots:
         oldest = slot_at(conn, 0)
         if now < oldest.due_ns:
@@ -188,12 +232,27 @@ cdef void look_after_conn(Engine_* e, Conn* conn, bint first, int64_t now, int64
         pthread_mutex_lock(&node.mutex)
         node_expire_orphans(node, now)
         pthread_mutex_unlock(&node.mutex)
-        if node.orphans or (node.suspect and now - e.used_ns < CARES_NS):
+        if node.orphans or (node.suspect and is_cared_for(e, now)):
             if now >= node.next_connect_ns:
                 conn_open(e, NULL, conn, SILENT_NS)
                 due[0] = min(due[0], now + MS)
             else:
                 due[0] = min(due[0], node.next_connect_ns)
+
+
+cdef void ask_whether_there(Engine_* e, Conn* conn, int64_t now) noexcept nogil:
+    """A node that became suspect on another connection, of a watch say: this one has nothing to wait for, and
+    so could never tell. Its mutex is held.
+    """
+    cdef Slot slot
+    if e.node[conn.node].no_ping:
+        conn_fail(e, NULL, conn, b"silent on another connection", False)
+        return
+    memset(&slot, 0, sizeof(slot))
+    slot.sent_ns = now
+    slot.due_ns = now + SILENT_NS
+    slot.program = HANDSHAKE_PING
+    conn_put(conn, PING, strlen(PING), &slot)
 
 
 cdef short settled(Conn* conn) noexcept nogil:
@@ -222,13 +281,11 @@ cdef void pay_orphans(NodeState* node, Conn* conn, int64_t now) noexcept nogil:
     pthread_mutex_unlock(&node.mutex)
 
 
-cdef void close_surplus(Engine_* e, int64_t now, int64_t* due) noexcept nogil:
-    """Close all but one of the channels that nobody has used for long. The engine's mutex is held."""
-    cdef Channel** link = &e.idle
+cdef void close_surplus(Engine_* e, Channel** link, int64_t now, int64_t* due) noexcept nogil:
+    """Close those channels of an idle stack, from here on, that nobody has used for long. The engine's mutex is
+    held.
+    """
     cdef Channel* ch
-    if link[0] == NULL:
-        return
-    link = &link[0].next_idle
     while link[0] != NULL:
         ch = link[0]
         if now - ch.used_ns < IDLE_NS:
@@ -356,7 +413,9 @@ def stop_agent():
 def set_clock_offset_ns(int64_t offset_ns):
     """Move the clock, for tests; see `redbolt._clock.set_offset_ns`."""
     rb_set_clock_offset_ns(offset_ns)
+    nudge_gates()
     with nogil:
+        rouse_all()
         if rb_load(&agent_runs):
             agent_wake()
 

@@ -14,11 +14,18 @@ cdef Engine_* engine_new(int nodes) noexcept nogil:
     return e
 
 
-cdef Channel* channel_new(Engine_* e) noexcept nogil:
+cdef Channel* channel_new(Engine_* e, int kind) noexcept nogil:
     cdef Channel* ch = <Channel*>calloc(1, sizeof(Channel))
     cdef int i
     if ch == NULL:
         return NULL
+    ch.kind = kind
+    ch.waker[0] = ch.waker[1] = -1
+    if kind:
+        ch.told = <Told*>calloc(MOST_TOLD, sizeof(Told))
+        if ch.told == NULL:
+            free(ch)
+            return NULL
     ch.conn = <Conn*>calloc(e.nodes, sizeof(Conn))
     ch.vote = <uint8_t*>calloc(e.nodes, 1)
     ch.sent = <uint8_t*>calloc(e.nodes, 1)
@@ -30,6 +37,7 @@ cdef Channel* channel_new(Engine_* e) noexcept nogil:
         rb_mutex_init(&ch.conn[i].mutex)
         ch.conn[i].fd = -1
         ch.conn[i].node = i
+        ch.conn[i].kind = kind
     return ch
 
 
@@ -41,6 +49,8 @@ cdef void channel_free_memory(Channel* ch) noexcept nogil:
     free(ch.vote)
     free(ch.sent)
     free(ch.cause)
+    free(ch.told)
+    rb_close_waker(ch.waker)
     free(ch)
 
 
@@ -56,6 +66,7 @@ cdef void channel_close(Engine_* e, Channel* ch, const char* cause) noexcept nog
         text_free(&conn.out)
         free(conn.slot)
         free(conn.reply.text)
+        free(conn.topic)
     channel_free_memory(ch)
 
 
@@ -119,32 +130,37 @@ cdef void channel_catch_up(Engine_* e, Channel* ch) noexcept nogil:
 
 
 cdef Channel* check_out(Round* r) noexcept nogil:
-    """Take an idle channel for a round, or make one.
+    """Take an idle channel for a round, or make one; or that of a watch, if it is for one.
 
-    A later write of a token must follow the earlier ones on the same connection. So the channel that still
-    waits for one is preferred; on channels that other threads use, the command is queued behind it here, and
+    A later write of a token must follow the earlier ones on the same connection, and so must one that puts a new
+    token in its place. So the channel that still waits for one is preferred; on channels that other threads use, the command is queued behind it here, and
     nobody waits for its reply.
     """
     cdef Engine_* e = r.engine
     cdef Channel* ch
-    cdef Channel* best = NULL
+    cdef Channel* best = r.channel
     cdef Channel** link
+    r.follows = 0 if r.fresh else r.tag
+    if prog[r.program].after:
+        r.follows = rb_hash(r.arg[prog[r.program].after].bytes, r.arg[prog[r.program].after].length)
     pthread_mutex_lock(&e.mutex)
-    if r.tag and not r.fresh:
+    if best == NULL and r.follows:
         ch = e.idle
         while ch != NULL and best == NULL:
-            if channel_has_tag(e, ch, r.tag):
+            if channel_has_tag(e, ch, r.follows):
                 best = ch
             ch = ch.next_idle
     if best == NULL:
         best = e.idle
-    if best != NULL:
+    if best != NULL and best.kind:
+        pass
+    elif best != NULL:
         link = &e.idle
         while link[0] != best:
             link = &link[0].next_idle
         link[0] = best.next_idle
     else:
-        best = channel_new(e)
+        best = channel_new(e, ORDINARY)
         if best == NULL:
             pthread_mutex_unlock(&e.mutex)
             return NULL
@@ -154,14 +170,21 @@ cdef Channel* check_out(Round* r) noexcept nogil:
     round_begin(r, best)
     if r.tag:
         best.late |= late_bit(r.tag)
-    if r.tag and not r.fresh:
+    if r.follows:
         ch = e.all
         while ch != NULL:
-            if ch != best and ch.late & late_bit(r.tag):
+            if ch != best and ch.late & late_bit(r.follows):
                 queue_behind(r, ch)
             ch = ch.next
     pthread_mutex_unlock(&e.mutex)
     return best
+
+
+cdef inline bint is_asked(const Round* r, int i) noexcept nogil:
+    """Whether the command is for this node. A delete follows an unanswered write wherever there is one."""
+    if not r.asked >> i & 1:
+        return False
+    return prog[r.program].deletes or r.touched >> i & 1
 
 
 cdef void queue_behind(Round* r, Channel* other) noexcept nogil:
@@ -170,11 +193,16 @@ cdef void queue_behind(Round* r, Channel* other) noexcept nogil:
     cdef Slot slot
     cdef int i, form
     for i in range(e.nodes):
+        if not is_asked(r, i):
+            continue
         conn = &other.conn[i]
         pthread_mutex_lock(&conn.mutex)
-        if conn_has_tag(conn, r.tag):
+        if conn_has_tag(conn, r.follows):
             memset(&slot, 0, sizeof(slot))
             slot.tag = r.tag
+            other.late |= late_bit(r.tag)
+            other.late_since |= late_bit(r.tag)
+            r.behind |= (<uint64_t>1) << i
             slot.sent_ns = r.started_ns
             slot.due_ns = r.started_ns + r.limit_ns
             slot.program = <int8_t>r.program
@@ -183,9 +211,11 @@ cdef void queue_behind(Round* r, Channel* other) noexcept nogil:
             slot.spare = r.spare
             if round_pack(r, form):
                 r.channel.sent[i] = conn_put(
-                    conn, r.channel.form_bytes[form].bytes, r.channel.form_bytes[form].length, &slot
+                    conn, r.channel.form_bytes[form].bytes, r.channel.form_length[form], &slot
                 )
             set_fault(r.channel, i, b"queued behind an unanswered write")
+            if other.kind:
+                rouse(other, LOOK_AGAIN)
         pthread_mutex_unlock(&conn.mutex)
 
 
@@ -202,34 +232,60 @@ cdef void put_back(Round* r) noexcept nogil:
     """Return the channel, and have the agent look after what is left open on it."""
     cdef Engine_* e = r.engine
     cdef Channel* ch = r.channel
-    cdef Conn* conn
-    cdef int64_t soon = r.ended_ns + min(r.limit_ns, 50 * MS)
-    cdef int64_t due = NEVER
-    cdef uint64_t late = 0
-    cdef int i
+    cdef int64_t due
+    cdef uint64_t late
     ch.active = 0
     ch.used_ns = r.ended_ns
-    for i in range(e.nodes):
-        conn = &ch.conn[i]
-        if e.node[i].orphans:
-            due = min(due, max(r.ended_ns, e.node[i].next_connect_ns))
-        if conn.held_ns:
-            due = min(due, conn.held_ns)
-        elif conn.out.length or e.node[i].suspect or CLOSED < conn.state < READY:
-            due = min(due, soon)
-        elif conn.slots:
-            due = min(due, r.ended_ns + r.limit_ns)
-        if conn.slots:
-            pthread_mutex_lock(&conn.mutex)
-            late |= late_tags(conn)
-            if not e.node[i].suspect and may_fall_back(conn):
-                due = r.ended_ns
-            pthread_mutex_unlock(&conn.mutex)
+    due = look_at_rest(e, ch, ch.kind != ORDINARY, r.ended_ns, r.limit_ns, &late)
     pthread_mutex_lock(&e.mutex)
     e.used_ns = r.ended_ns
-    ch.late = late
-    ch.next_idle = e.idle
-    e.idle = ch
+    ch.late = late | ch.late_since  # somebody may have queued something since we looked
+    ch.late_since = 0
+    if not ch.kind:
+        e.used_at = e.closings
+        ch.next_idle = e.idle
+        e.idle = ch
     pthread_mutex_unlock(&e.mutex)
     if due != NEVER:
         agent_due(due)
+
+
+cdef int64_t look_at_rest(
+    Engine_* e, Channel* ch, bint in_use, int64_t now, int64_t limit_ns, uint64_t* late
+) noexcept nogil:
+    """When the agent has to look after what is left open on a channel, and the tokens that are.
+
+    What is open on a channel in use it leaves to the owner; silent nodes and owed deletes it does not.
+    """
+    cdef Conn* conn
+    cdef NodeState* node
+    cdef int64_t soon = now + min(limit_ns, 50 * MS)
+    cdef int64_t due = NEVER
+    cdef int i
+    late[0] = 0
+    for i in range(e.nodes):
+        conn = &ch.conn[i]
+        node = e.node[i]
+        if node.orphans:
+            due = min(due, max(now, node.next_connect_ns))
+        if conn.slots and in_use:
+            pthread_mutex_lock(&conn.mutex)
+            late[0] |= late_tags(conn)
+            pthread_mutex_unlock(&conn.mutex)
+        if in_use:
+            if node.suspect:
+                due = min(due, soon)
+            continue
+        if conn.held_ns:
+            due = min(due, conn.held_ns)
+        elif conn.out.length or node.suspect or CLOSED < conn.state < READY:
+            due = min(due, soon)
+        elif conn.slots:
+            due = min(due, now + limit_ns)
+        if conn.slots:
+            pthread_mutex_lock(&conn.mutex)
+            late[0] |= late_tags(conn)
+            if not node.suspect and may_fall_back(conn):
+                due = now
+            pthread_mutex_unlock(&conn.mutex)
+    return due

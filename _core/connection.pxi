@@ -11,6 +11,8 @@ cdef enum:
     HANDSHAKE_PING = -2         # any reply will do
     HANDSHAKE_HELLO = -3        # an error ends the connection, and the next one goes without
     HANDSHAKE_NAME = -4         # an error is remembered
+    HANDSHAKE_TRACKING = -5     # an error is remembered, and ends the connection
+    SUBSCRIPTION = -6           # answered by a push, or by an error
 
 cdef int64_t HELD_NS = 50_000_000
 cdef int64_t RETIRE_NS = 1_000_000_000
@@ -59,11 +61,20 @@ cdef bint conn_push(Conn* conn, const Slot* slot) noexcept nogil:
 cdef bint conn_put(Conn* conn, const char* bytes, size_t length, Slot* slot) noexcept nogil:
     """Queue a whole command and its slot, and send what the socket takes. The mutex is held.
 
-    On False nothing was queued. A socket that fails here is left to its reader, who sees the same.
+    On False nothing was queued.
     """
-    cdef ssize_t sent
     if not conn_add(conn, length, slot):
         return False
+    conn_write(conn, bytes, length)
+    return True
+
+
+cdef void conn_write(Conn* conn, const char* bytes, size_t length) noexcept nogil:
+    """Send whole commands whose slots are noted, as far as the socket takes them. The mutex is held.
+
+    A socket that fails here is left to its reader, who sees the same.
+    """
+    cdef ssize_t sent
     if conn.out.length == 0:
         sent = send(conn.fd, bytes, length, MSG_NOSIGNAL | MSG_DONTWAIT)
         if sent < 0:
@@ -73,7 +84,6 @@ cdef bint conn_put(Conn* conn, const char* bytes, size_t length, Slot* slot) noe
     if length:
         text_add(&conn.out, bytes, length)
         conn_flush(conn)
-    return True
 
 
 cdef bint conn_hold(Conn* conn, const char* bytes, size_t length, Slot* slot) noexcept nogil:
@@ -122,6 +132,7 @@ cdef void conn_reset(Conn* conn) noexcept nogil:
     conn.shaking = 0
     conn.heard = 0
     conn.degraded = 0
+    conn.wanted = conn.silent = conn.topics = 0
     conn.again_ns = conn.held_ns = 0
 
 
@@ -182,8 +193,12 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
         node_failed(node, cause, now)
         if state != READY:
             node.away = 1
+        else:  # it took the connection and ended it unheard, as servers do that are ending themselves
+            node.no_push = node.no_tracking = 0
     pthread_mutex_unlock(&node.mutex)
-    again = waited and conn.degraded
+    again = waited and conn.degraded and not lacks_way(node, conn.kind)
+    if ch != NULL and ch.kind and not again and not conn.silent:
+        tell(ch, LOST, conn.node, 0, lacks_way(node, conn.kind))
     if state != READY and not conn.degraded:
         node_resolve(node)
     if waited and not again:
@@ -209,8 +224,12 @@ cdef void do_without(NodeState* node, Conn* conn, int program) noexcept nogil:
     """The node does not know or permit a command of the handshake: connections get along without, if they
     can.
     """
-    if program == HANDSHAKE_HELLO:
+    if program == HANDSHAKE_HELLO and conn.kind:
+        node.no_push = 1
+    elif program == HANDSHAKE_HELLO:
         node.no_hello = 1
+    elif program == HANDSHAKE_TRACKING:
+        node.no_tracking = 1
     elif program == HANDSHAKE_NAME:
         node.no_name = 1
     else:
@@ -287,7 +306,7 @@ cdef void conn_connected(Engine_* e, Channel* ch, Conn* conn) noexcept nogil:
     """The socket is open: log in, or be ready at once if there is nothing to say."""
     cdef NodeState* node = e.node[conn.node]
     cdef Slot slot
-    cdef int i, form = (1 if node.no_hello else 0) + (2 if node.no_name else 0)
+    cdef int i, form = handshake_form(node, conn.kind)
     if not node.is_unix:
         rb_no_delay(conn.fd)
     rb_wait_for(conn.fd, SLICE_NS)
@@ -299,29 +318,46 @@ cdef void conn_connected(Engine_* e, Channel* ch, Conn* conn) noexcept nogil:
     memset(&slot, 0, sizeof(slot))
     slot.sent_ns = rb_now_ns()
     slot.due_ns = conn.opened_ns + conn.limit_ns
-    slot.program = HANDSHAKE_HELLO if node.says_hello and not node.no_hello else HANDSHAKE_LOGIN
     if node.handshakes[form]:
         conn.shaking = node.handshakes[form]
-        if conn.shaking == 1 and node.says_name and not node.no_name and slot.program != HANDSHAKE_HELLO:
-            slot.program = HANDSHAKE_NAME
+        slot.program = handshake_step(node, conn, 0)
         if not conn_put(conn, node.handshake[form].bytes, node.handshake[form].length, &slot):
             conn_fail(e, ch, conn, b"out of memory", True)
             return
         slot.size = 0
-        slot.program = HANDSHAKE_LOGIN
         for i in range(1, conn.shaking):
-            if i == conn.shaking - 1 and node.says_name and not node.no_name:
-                slot.program = HANDSHAKE_NAME
+            slot.program = handshake_step(node, conn, i)
             conn_push(conn, &slot)
     elif node.suspect and not node.no_ping:
         slot.program = HANDSHAKE_PING
         conn.shaking = 1
         conn_put(conn, PING, strlen(PING), &slot)
     else:
-        conn_ready(e, conn)
+        conn_ready(e, ch, conn)
 
 
-cdef void conn_ready(Engine_* e, Conn* conn) noexcept nogil:
+cdef inline int handshake_form(const NodeState* node, int kind) noexcept nogil:
+    """Which of the packed handshakes suits a node and the kind of a channel."""
+    if kind:
+        return 4 + (kind == TRACKING_WATCH) + (2 if node.no_name else 0)
+    return (1 if node.no_hello else 0) + (2 if node.no_name else 0)
+
+
+cdef int8_t handshake_step(const NodeState* node, const Conn* conn, int i) noexcept nogil:
+    """What the answer to one command of the handshake means."""
+    cdef int last = conn.shaking - 1
+    if i == 0 and (conn.kind or (node.says_hello and not node.no_hello)):
+        return HANDSHAKE_HELLO
+    if conn.kind == TRACKING_WATCH:
+        if i == last:
+            return HANDSHAKE_TRACKING
+        last -= 1
+    if i == last and node.says_name and not node.no_name:
+        return HANDSHAKE_NAME
+    return HANDSHAKE_LOGIN
+
+
+cdef void conn_ready(Engine_* e, Channel* ch, Conn* conn) noexcept nogil:
     """The node may vote now; first it gets the deletes that earlier connections owe it."""
     cdef NodeState* node = e.node[conn.node]
     cdef int64_t now = rb_now_ns()
@@ -340,7 +376,7 @@ cdef void conn_ready(Engine_* e, Conn* conn) noexcept nogil:
     if node.away:  # it may be another server by now
         node.away = 0
         memset(node.form, 0, sizeof(node.form))
-        node.no_hello = node.no_name = 0
+        node.no_hello = node.no_name = node.no_push = node.no_tracking = 0
     pthread_mutex_unlock(&node.mutex)
     for i in range(orphans):
         if not conn_put_spare(conn, orphan[i], now + conn.limit_ns):
@@ -349,6 +385,9 @@ cdef void conn_ready(Engine_* e, Conn* conn) noexcept nogil:
             pthread_mutex_unlock(&node.mutex)
         packed_free(orphan[i])
     free(orphan)
+    if conn.wanted and ch != NULL:
+        tell(ch, READY_TOLD, conn.node, 0, 0)
+    conn.wanted = 0
 
 
 cdef bint conn_put_spare(Conn* conn, Packed* packed, int64_t due_ns) noexcept nogil:

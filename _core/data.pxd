@@ -1,10 +1,12 @@
 # Declares the data of the core. Who may touch what:
-#   Engine_.mutex   the idle channels and the list of all (taken before a Conn's or NodeState's mutex)
+#   Engine_.mutex   the idle channels, the list of all, and the counts of watches and closings (taken before a
+#                   Conn's or NodeState's mutex)
 #   Conn.mutex      its output and its slots; reading is the owner's alone (taken before a NodeState's mutex)
 #   NodeState.mutex addresses, orphans, causes, back-off; plain ints (suspect, form) may be read without it
+#   Channel         its thread, or under the engine's mutex who finds it idle; `flags` and `sleeps` are for all
 #   agent_mutex     the list of engines (taken before any of these); retired_mutex and start_mutex are leaves
 from libc.stdint cimport int8_t, int64_t, uint64_t, uint32_t, uint8_t
-from system cimport pthread_mutex_t, sockaddr_storage, socklen_t
+from system cimport pthread_mutex_t, rb_gate, sockaddr_storage, socklen_t
 from hiredis cimport rb_reply, redisReader
 
 cdef enum:
@@ -36,6 +38,7 @@ cdef struct Prog:
     int deletes
     int tries
     int undo                    # the program that takes it back, below 0: none
+    int after                   # the argument with another token whose writes it follows, 0: none
     Form form[MOST_FORMS]
 
 cdef struct Text:               # growable bytes
@@ -66,6 +69,7 @@ cdef struct Slot:               # who waits for one reply, and what it means
     int8_t program              # below 0: a command of the handshake
     uint8_t form
     Packed* spare               # of a try its undo, of other writes themselves: sent if the reply asks for it
+    uint64_t mark               # what the event is to call the key that it asks about, 0: nobody wants to know
 
 cdef enum ConnState:
     CLOSED = 0
@@ -79,6 +83,7 @@ cdef struct Conn:
     int state
     int fd
     int node                    # its place in the engine
+    int kind                    # that of its channel
     int address                 # which address of the node is tried
     int shaking                 # replies of the handshake still open
     int64_t limit_ns            # how long connecting may take
@@ -87,6 +92,11 @@ cdef struct Conn:
     int64_t held_ns             # what is queued may wait until then for a command to go along with, 0: no more
     int heard                   # some reply has come
     int degraded                # it ends by what the node can do without: the next one goes without
+    int wanted                  # somebody waits to hear that it is ready
+    int silent                  # somebody was told that it leaves a reply open
+    uint64_t* topic             # the marks of what was subscribed to
+    int topics
+    int topic_room
     uint8_t[MOST_PROGRAMS] proven   # a bit per form: answered on this connection
     size_t fed                  # bytes since the last complete reply
     redisReader* reader
@@ -111,12 +121,15 @@ cdef struct NodeState:
     int resolving
     int numeric
     char resolve_error[CAUSE]
-    Text[4] handshake           # as it is; + 1: without HELLO; + 2: without the name of the connection
-    int[4] handshakes           # how many commands it has
+    Text[8] handshake           # as it is; + 1: without HELLO; + 2: without the name of the connection
+                                # 4: that of a watch; + 1: with tracking; + 2 as above
+    int[8] handshakes           # how many commands it has
     int says_hello
     int says_name
     int no_hello
     int no_name                 # it does not let connections have a name
+    int no_push                 # it cannot tell anything unasked
+    int no_tracking             # nor which keys have changed
     int64_t connect_ns          # the most that a round waits for a connect; 0: as long as it waits at all
     int suspect
     int no_ping
@@ -129,19 +142,36 @@ cdef struct NodeState:
     int orphans
     int orphan_room
 
+cdef struct Told:               # an event of a watch
+    int what
+    int node
+    uint64_t mark
+    int64_t value
+
 cdef struct Channel:
+    int kind                    # ORDINARY, PLAIN_WATCH or TRACKING_WATCH
+    int subscribed              # to something, on some connection
+    int taken_at                # the count of closings when its watch took it
+    int flags                   # for who waits on it: POKED, LOOK_AGAIN (atomic)
+    int sleeps                  # it does (atomic)
+    int[2] waker                # wakes it
+    Told* told                  # ring of events, the owner's alone
+    int first_told
+    int tolds
     Channel* next_idle
     Channel* next
     Conn* conn
     uint64_t round              # the round that runs or ran last
     int active                  # it runs
     uint64_t late               # a bit per token that may have an unanswered write here (Engine_.mutex)
+    uint64_t late_since         # what others have added to it since its user last looked (Engine_.mutex)
     int64_t used_ns
     uint8_t* vote
     uint8_t* sent
     int hits
     char* cause                 # nodes x CAUSE
     Text form_bytes[MOST_FORMS]
+    size_t form_length[MOST_FORMS]    # of the command alone, where something goes along behind it
     uint8_t form_packed[MOST_FORMS]   # for the round that runs
 
 cdef struct Engine_:
@@ -149,6 +179,10 @@ cdef struct Engine_:
     int nodes
     NodeState** node
     Channel* idle
+    Channel* idle_watch[2]      # plain, tracking
+    int watches                 # in use
+    int closings                # how often it was closed
+    int used_at                 # the count of closings when its last round ended
     Channel* all
     int64_t used_ns
     Engine_* next               # in the agent's list
@@ -163,16 +197,25 @@ cdef struct Retired:
     Packed** orphan
     Retired* next
 
+cdef struct Linked:             # a gate in the list of all
+    rb_gate gate
+    Linked* next
+    Linked* previous
+
 cdef struct Round:
     Engine_* engine
-    Channel* channel
+    Channel* channel            # set beforehand: it has to be this one
+    uint64_t mark               # a LIFE of the key goes along, with this mark, 0: none
     int program
     int args
     Bytes arg[MOST_ARGS]        # 0 the key, 1 the token or first argument
     uint64_t tag
     int fresh                   # the token is new, so nothing earlier can be unanswered
+    uint64_t follows            # of the token whose unanswered writes come first, 0: none can be
+    uint64_t behind             # a bit per node where it was queued behind one, on another channel
     int quorum
     uint64_t touched            # a bit per node that may have the token; the others are left out
+    uint64_t asked              # of a try: a bit per node that counts
     uint64_t reached            # after it: a bit per node that may have executed it
     int64_t limit_ns
     int64_t undo_life_ns        # how long its undo is remembered

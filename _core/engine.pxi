@@ -141,40 +141,16 @@ cdef class Engine:
         int64_t limit_ns,
         program=None,
         tuple extra not None=(),
+        int64_t nodes=-1,
     ):
         """Try once to take a lock, and undo what was done if it was not granted."""
         cdef Round r
-        cdef char[24] digits
         if self.generation != rb_generation:
             self.set_up()
-        votes.verdict = UNDECIDED
         memset(&r, 0, sizeof(r))
-        if token is None:
-            token = fresh_token()
-            r.fresh = True
-        votes.token = token
-        set_argument(&r, key)
-        set_argument(&r, token)
-        for argument in extra:
-            set_argument(&r, argument)
-        if lease_ms:
-            if r.args == MOST_ARGS:
-                raise ValueError("a program has too many arguments")
-            r.arg[r.args].bytes = digits
-            r.arg[r.args].length = rb_digits(digits, <uint64_t>lease_ms)
-            r.args += 1
-            r.valid_ns = validity_end(0, lease_ms, drift_ns)
-            r.undo_life_ns = lease_ms * MS
-        else:
-            r.valid_ns = NEVER >> 1
-            r.undo_life_ns = ENDLESS_NS
-        r.program = TAKE if program is None else program.index
-        check_words(&r)
-        r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
-        r.touched = <uint64_t>-1
-        self.run(&r, quorum, limit_ns, True)
-        votes.valid_until_ns = r.started_ns + r.valid_ns
-        votes.fill(&r)
+        r.engine = self.e
+        r.asked = <uint64_t>nodes
+        run_try(&r, votes, key, token, lease_ms, quorum, drift_ns, limit_ns, program, extra)
         return votes.verdict == GRANTED
 
     def round(
@@ -202,20 +178,11 @@ cdef class Engine:
             votes.token = args[0]
             r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
         r.undo_life_ns = DELETE_LIFE_NS
-        r.touched = <uint64_t>touched
-        self.run(&r, quorum, limit_ns, True)
-        votes.fill(&r)
-
-    cdef int run(self, Round* r, int quorum, int64_t limit_ns, bint waits) except -1:
         r.engine = self.e
-        r.quorum = quorum
-        r.limit_ns = limit_ns
-        r.waits = waits
-        if PyErr_CheckSignals() != 0:  # before anything is sent
-            rb_raise()
-        with nogil:
-            run_round(r)
-        return 0
+        r.asked = <uint64_t>-1
+        r.touched = <uint64_t>touched
+        run_and_wait(&r, quorum, limit_ns)
+        votes.fill(&r)
 
     def discard(
         self,
@@ -228,9 +195,9 @@ cdef class Engine:
         """Queue a token-checked delete, and wait for nobody."""
         self.queue(DROP if program is None else program.index, key, (token, *extra), touched, False)
 
-    def post(self, program, bytes key not None, tuple args not None):
+    def post(self, program, bytes key not None, tuple args not None, int64_t touched=-1):
         """Have a program go along with the next command to each ready node, or a little later alone."""
-        self.queue(program.index, key, args, -1, True)
+        self.queue(program.index, key, args, touched, True)
 
     cdef int queue(self, int program, bytes key, tuple args, int64_t touched, bint held) except -1:
         cdef Round r
@@ -249,6 +216,7 @@ cdef class Engine:
         r.engine = self.e
         r.quorum = 1
         r.limit_ns = 1000 * MS
+        r.asked = <uint64_t>-1
         r.touched = <uint64_t>touched
         with nogil:
             run_round(&r)
@@ -265,11 +233,103 @@ cdef class Engine:
             found = is_pending(self.e, tag)
         return found
 
+    def gate(self):
+        """Where a thread of this process waits for another one."""
+        return Gate()
+
+    def absent(self):
+        """A bit for each node that is suspect, or whose next connect has to wait."""
+        cdef uint64_t away = 0
+        cdef int64_t now = rb_now_ns()
+        cdef int i
+        if self.generation != rb_generation:
+            return 0
+        for i in range(self.e.nodes):
+            if self.e.node[i].suspect or self.e.node[i].next_connect_ns > now:
+                away |= (<uint64_t>1) << i
+        return away
+
+    def mark(self, bytes key not None):
+        """What the events of a watch call a key; never 0."""
+        return rb_hash(key, len(key))
+
+    def gate(self):
+        """A new gate."""
+        return Gate.__new__(Gate)
+
+    def watch(self, bint tracking=True):
+        """A channel to wait on."""
+        if self.generation != rb_generation:
+            self.set_up()
+        return new_watch(self, TRACKING_WATCH if tracking else PLAIN_WATCH)
+
     def close(self):
-        """Retire the connections of all idle channels."""
+        """Retire the connections of all idle channels, also of those that watches have left."""
         if self.generation == rb_generation:
             with nogil:
                 close_idle(self.e)
+
+
+cdef int run_try(
+    Round* r, Votes votes, bytes key, bytes token, int64_t lease_ms, int quorum, int64_t drift_ns,
+    int64_t limit_ns, program, tuple extra,
+) except -1:  # fmt: skip
+    """One try, of which the engine and the nodes to ask are set; fills the votes."""
+    cdef char[24] digits
+    prepare_try(r, digits, votes, key, token, lease_ms, quorum, drift_ns, limit_ns, program, extra)
+    if PyErr_CheckSignals() != 0:  # before anything is sent
+        rb_raise()
+    with nogil:
+        run_round(r)
+    votes.valid_until_ns = r.started_ns + r.valid_ns
+    votes.fill(r)
+    return 0
+
+
+cdef int prepare_try(
+    Round* r, char* digits, Votes votes, bytes key, bytes token, int64_t lease_ms, int quorum,
+    int64_t drift_ns, int64_t limit_ns, program, tuple extra,
+) except -1:  # fmt: skip
+    """Have all that a try is made of; ``digits`` has room for the lease, and lives as long as the round."""
+    votes.verdict = UNDECIDED
+    if token is None:
+        token = fresh_token()
+        r.fresh = True
+    votes.token = token
+    set_argument(r, key)
+    set_argument(r, token)
+    for argument in extra:
+        set_argument(r, argument)
+    if lease_ms:
+        if r.args == MOST_ARGS:
+            raise ValueError("a program has too many arguments")
+        r.arg[r.args].bytes = digits
+        r.arg[r.args].length = rb_digits(digits, <uint64_t>lease_ms)
+        r.args += 1
+        r.valid_ns = validity_end(0, lease_ms, drift_ns)
+        r.undo_life_ns = lease_ms * MS
+    else:
+        r.valid_ns = NEVER >> 1
+        r.undo_life_ns = ENDLESS_NS
+    r.program = TAKE if program is None else program.index
+    check_words(r)
+    r.tag = rb_hash(r.arg[1].bytes, r.arg[1].length)
+    r.touched = <uint64_t>-1
+    r.quorum = quorum
+    r.limit_ns = limit_ns
+    r.waits = True
+    return 0
+
+
+cdef int run_and_wait(Round* r, int quorum, int64_t limit_ns) except -1:
+    r.quorum = quorum
+    r.limit_ns = limit_ns
+    r.waits = True
+    if PyErr_CheckSignals() != 0:  # before anything is sent
+        rb_raise()
+    with nogil:
+        run_round(r)
+    return 0
 
 
 cdef int set_argument(Round* r, bytes argument) except -1:
@@ -307,14 +367,22 @@ cdef void delist(Engine_* e) noexcept nogil:
 
 
 cdef void close_idle(Engine_* e) noexcept nogil:
-    cdef Channel* ch
+    cdef int i
     pthread_mutex_lock(&e.mutex)
-    while e.idle != NULL:
-        ch = e.idle
-        e.idle = ch.next_idle
+    e.closings += 1
+    close_stack(e, &e.idle)
+    for i in range(2):
+        close_stack(e, &e.idle_watch[i])
+    pthread_mutex_unlock(&e.mutex)
+
+
+cdef void close_stack(Engine_* e, Channel** stack) noexcept nogil:
+    cdef Channel* ch
+    while stack[0] != NULL:
+        ch = stack[0]
+        stack[0] = ch.next_idle
         forget_channel(e, ch)
         channel_close(e, ch, b"closed")
-    pthread_mutex_unlock(&e.mutex)
 
 
 cdef bint is_pending(Engine_* e, uint64_t tag) noexcept nogil:
@@ -325,11 +393,9 @@ cdef bint is_pending(Engine_* e, uint64_t tag) noexcept nogil:
     cdef int i, k
     pthread_mutex_lock(&agent_mutex)
     pthread_mutex_lock(&e.mutex)
-    ch = e.idle
-    while ch != NULL:  # the answer may be there already
-        if channel_has_tag(e, ch, tag):
-            channel_catch_up(e, ch)
-        ch = ch.next_idle
+    look_for_answers(e, e.idle, tag)
+    for i in range(2):
+        look_for_answers(e, e.idle_watch[i], tag)
     ch = e.all
     while ch != NULL and not found:
         found = channel_has_tag(e, ch, tag)
@@ -349,6 +415,14 @@ cdef bint is_pending(Engine_* e, uint64_t tag) noexcept nogil:
         one = one.next
     pthread_mutex_unlock(&agent_mutex)
     return found
+
+
+cdef void look_for_answers(Engine_* e, Channel* ch, uint64_t tag) noexcept nogil:
+    """The answer may be there already, on one of these idle channels. The engine's mutex is held."""
+    while ch != NULL:
+        if channel_has_tag(e, ch, tag):
+            channel_catch_up(e, ch)
+        ch = ch.next_idle
 
 
 def _offset_moved(offset_ns):

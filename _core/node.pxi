@@ -33,8 +33,9 @@ cdef NodeState* node_new(object node) except NULL:
         state.connect_ns = int((node.connect_timeout or 0) * 1e9)
         state.says_hello = node.protocol == 3
         state.says_name = bool(node.client_name)
-        for i in range(4):
-            for argv in node.handshake(not i & 1, not i & 2):
+        for i in range(8):
+            watch = i & 4 != 0
+            for argv in node.handshake(watch or not i & 1, not i & 2, watch, watch and i & 1 != 0):
                 text = b"*%d\r\n" % len(argv)
                 text += b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in argv])
                 if not text_add(&state.handshake[i], text, len(text)):
@@ -54,7 +55,7 @@ cdef void node_free(NodeState* node) noexcept nogil:
     for i in range(node.orphans):
         packed_free(node.orphan[i])
     free(node.orphan)
-    for i in range(4):
+    for i in range(8):
         text_free(&node.handshake[i])
     free(node)
 

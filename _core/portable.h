@@ -22,6 +22,11 @@
 #if defined(__APPLE__)
 #include <sys/random.h>
 #endif
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/eventfd.h>
+#include <sys/syscall.h>
+#endif
 
 #ifndef MSG_NOSIGNAL
 #define MSG_NOSIGNAL 0 /* macOS: SO_NOSIGPIPE is set on the socket instead */
@@ -56,6 +61,12 @@ static inline void rb_store(int *value, int to) { __atomic_store_n(value, to, __
 static inline int64_t rb_load64(int64_t *value) { return __atomic_load_n(value, __ATOMIC_ACQUIRE); }
 static inline void rb_store64(int64_t *value, int64_t to) { __atomic_store_n(value, to, __ATOMIC_RELEASE); }
 static inline uint64_t rb_next(uint64_t *value) { return __atomic_add_fetch(value, 1, __ATOMIC_RELAXED); }
+
+/* For a flag that is set before another is read, on both sides. */
+static inline void rb_set_flag(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_SEQ_CST); }
+static inline int rb_take_flags(int *flags) { return __atomic_exchange_n(flags, 0, __ATOMIC_SEQ_CST); }
+static inline int rb_load_now(int *value) { return __atomic_load_n(value, __ATOMIC_SEQ_CST); }
+static inline void rb_store_now(int *value, int to) { __atomic_store_n(value, to, __ATOMIC_SEQ_CST); }
 
 /* ---- descriptors: every open one is marked, so that a forked child can close what it inherited ---- */
 
@@ -129,6 +140,42 @@ static int rb_pipe(int *ends) {
     return 0;
 }
 
+/* What wakes a poll: a pipe, or on Linux one descriptor that is both of its ends. */
+static int rb_waker(int *ends) {
+#if defined(__linux__)
+    ends[0] = ends[1] = rb_mark(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    return ends[0] < 0 ? -1 : 0;
+#else
+    return rb_pipe(ends);
+#endif
+}
+
+static inline void rb_wake(int end) {
+    uint64_t one = 1;
+    if (write(end, &one, sizeof one) < 0) return; /* it is full, so it will wake anyway */
+}
+
+static inline void rb_woken(int end) {
+    char drain[64];
+    if (read(end, drain, sizeof drain) < 0) return;
+}
+
+static inline void rb_close_waker(int *ends) {
+    if (ends[1] != ends[0]) rb_close(ends[1]);
+    rb_close(ends[0]);
+    ends[0] = ends[1] = -1;
+}
+
+/* poll() with a limit as fine as the system has it; rounded up where that is milliseconds. */
+static inline int rb_poll(struct pollfd *fds, int n, int64_t nanoseconds) {
+#if defined(__linux__)
+    struct timespec limit = {nanoseconds / 1000000000, nanoseconds % 1000000000};
+    return ppoll(fds, (nfds_t)n, &limit, NULL);
+#else
+    return poll(fds, (nfds_t)n, (int)((nanoseconds + 999999) / 1000000));
+#endif
+}
+
 /* ---- threads of our own: no signal is ever delivered to them ---- */
 
 static int rb_thread(pthread_t *thread, void *(*body)(void *), void *argument, int detached) {
@@ -162,6 +209,80 @@ static void rb_watch_forks(void (*hook)(void)) {
 }
 
 static inline void rb_mutex_init(pthread_mutex_t *mutex) { pthread_mutex_init(mutex, NULL); }
+
+/* ---- a gate: one word that somebody may sleep on ---- */
+
+#define RB_OPEN 1u /* beside it, the word counts how often all had to look again */
+
+typedef struct {
+    uint32_t word;
+    int waiters;
+#if !defined(__linux__)
+    pthread_mutex_t mutex;
+    pthread_cond_t moved;
+#endif
+} rb_gate;
+
+/* Nobody waits here, whatever it says. */
+static inline void rb_gate_renew(rb_gate *gate) {
+    gate->waiters = 0;
+#if !defined(__linux__)
+    pthread_mutex_init(&gate->mutex, NULL);
+    pthread_cond_init(&gate->moved, NULL);
+#endif
+}
+
+static inline void rb_gate_init(rb_gate *gate) {
+    gate->word = 0;
+    rb_gate_renew(gate);
+}
+
+static inline uint32_t rb_gate_look(rb_gate *gate) { return __atomic_load_n(&gate->word, __ATOMIC_SEQ_CST); }
+
+/* Take the wake, if there is one. */
+static inline int rb_gate_take(rb_gate *gate) {
+    if (!(rb_gate_look(gate) & RB_OPEN)) return 0;
+    return __atomic_fetch_and(&gate->word, ~RB_OPEN, __ATOMIC_SEQ_CST) & RB_OPEN;
+}
+
+/* Sleep for so long, unless the word is another by now. May return for no reason. */
+static void rb_gate_sleep(rb_gate *gate, uint32_t word, int64_t nanoseconds) {
+    __atomic_fetch_add(&gate->waiters, 1, __ATOMIC_SEQ_CST);
+#if defined(__linux__)
+    struct timespec limit = {nanoseconds / 1000000000, nanoseconds % 1000000000};
+    syscall(SYS_futex, &gate->word, FUTEX_WAIT_PRIVATE, word, &limit, NULL, 0);
+#else
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    nanoseconds += until.tv_nsec;
+    until.tv_sec += nanoseconds / 1000000000;
+    until.tv_nsec = nanoseconds % 1000000000;
+    pthread_mutex_lock(&gate->mutex);
+    if (rb_gate_look(gate) == word) pthread_cond_timedwait(&gate->moved, &gate->mutex, &until);
+    pthread_mutex_unlock(&gate->mutex);
+#endif
+    __atomic_fetch_sub(&gate->waiters, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Open it; says whether somebody has to be told. */
+static inline int rb_gate_open(rb_gate *gate) {
+    __atomic_fetch_or(&gate->word, RB_OPEN, __ATOMIC_SEQ_CST);
+    return __atomic_load_n(&gate->waiters, __ATOMIC_SEQ_CST) > 0;
+}
+
+/* Have all who sleep here look again. */
+static inline void rb_gate_nudge(rb_gate *gate) { __atomic_fetch_add(&gate->word, 2, __ATOMIC_SEQ_CST); }
+
+static void rb_gate_tell(rb_gate *gate, int how_many) {
+#if defined(__linux__)
+    syscall(SYS_futex, &gate->word, FUTEX_WAKE_PRIVATE, how_many, NULL, NULL, 0);
+#else
+    (void)how_many;
+    pthread_mutex_lock(&gate->mutex); /* or it could fall between the look and the sleep of a waiter */
+    pthread_cond_broadcast(&gate->moved);
+    pthread_mutex_unlock(&gate->mutex);
+#endif
+}
 
 /* ---- small things ---- */
 

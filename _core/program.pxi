@@ -11,9 +11,11 @@ cdef enum:
     GONE = 2
     SAME = 3
     TEXT = 4
+    LIFE = 5
 
 cdef int TAKE = _programs.TAKE.index
 cdef int DROP = _programs.DROP.index
+cdef int ASK_LIFE = _programs.LIFE.index
 
 
 cdef int load_programs() except -1:
@@ -30,6 +32,7 @@ cdef int load_programs() except -1:
         p.tries = program.tries
         p.words = program.words
         p.undo = program.undo
+        p.after = program.after
         p.forms = len(program.forms)
         for i, words in enumerate(program.forms):
             f = &p.form[i]

@@ -46,7 +46,31 @@ cdef int decode(const rb_reply* reply, int decoder, const Bytes* token, int* hit
         return YES if memcmp(reply.text, token.bytes, token.length) == 0 else NO
     if decoder == TEXT and reply.type == REDIS_REPLY_STATUS:
         return YES
+    if decoder == LIFE and reply.type == REDIS_REPLY_INTEGER and reply.integer >= -2:
+        return YES if reply.integer == -2 else NO
     return BROKEN
+
+
+cdef void on_push(Channel* ch, Conn* conn) noexcept nogil:
+    """What a node says unasked, on a connection of a watch; ``ch`` is NULL in the agent."""
+    cdef rb_reply* reply = &conn.reply
+    if reply.kind == RB_SUBSCRIBED and conn.slots and slot_at(conn, 0).program == SUBSCRIPTION:
+        conn.backlog -= slot_at(conn, 0).size
+        conn.first = (conn.first + 1) & (conn.room - 1)
+        conn.slots -= 1
+        conn.heard = 1
+        conn.silent = 0
+    elif ch != NULL and (reply.kind == RB_INVALIDATE or reply.kind == RB_MESSAGE):
+        tell(ch, CHANGED, conn.node, reply.mark, 0)
+
+
+cdef void on_refused_subscription(Engine_* e, Channel* ch, Conn* conn, const char* text) noexcept nogil:
+    """A subscription was answered by a reply: an error, or something that is none."""
+    conn.topics = 0
+    if not is_error(&conn.reply):
+        conn_fail(e, ch, conn, b"a reply that does not belong to the command", False)
+    elif ch != NULL:
+        tell(ch, LOST, conn.node, 0, falls_back_on(text, strlen(text)))
 
 
 cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil:
@@ -58,6 +82,9 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
     cdef bint mine
     cdef int vote, hit = 0
     cdef Bytes* token
+    if reply.type == REDIS_REPLY_PUSH and conn.kind:
+        on_push(ch, conn)
+        return
     if reply.type == REDIS_REPLY_PUSH or reply.type == REDIS_REPLY_ATTR:
         return
     text[0] = 0
@@ -73,19 +100,27 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
     conn.slots -= 1
     conn.backlog -= slot.size
     conn.heard = 1
+    conn.silent = 0
     if node.suspect and conn.state == READY:
         node.suspect = 0
+    if slot.program == SUBSCRIPTION:
+        on_refused_subscription(e, ch, conn, text)
+        return
     if slot.program < 0:
         if is_error(reply) and slot.program == HANDSHAKE_NAME:
             node.no_name = 1
         elif is_error(reply) and slot.program != HANDSHAKE_PING:
             if slot.program == HANDSHAKE_HELLO and is_without_hello(text, strlen(text)):
                 do_without(node, conn, HANDSHAKE_HELLO)
+            elif slot.program == HANDSHAKE_TRACKING:
+                do_without(node, conn, HANDSHAKE_TRACKING)
             conn_fail(e, ch, conn, text, False)
+            return
+        if conn.state == READY:  # the PING of the agent
             return
         conn.shaking -= 1
         if conn.shaking == 0:
-            conn_ready(e, conn)
+            conn_ready(e, ch, conn)
         return
     mine = r != NULL and ch.active and slot.round == ch.round
     token = &r.arg[1] if mine and r.args > 1 else NULL
@@ -99,8 +134,8 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
                 packed_free(slot.spare)
                 round_send(r, conn, slot.form + 1)
             elif slot.spare != NULL:
-                # Late. A delete can always be repeated, another write only if none for its token came after it.
-                if prog[slot.program].deletes or not conn_has_tag(conn, slot.tag):
+                # Late. A delete can always be sent, another write only if none for its token came after it.
+                if prog[slot.spare.program].deletes or not conn_has_tag(conn, slot.tag):
                     conn_put_spare(conn, slot.spare, slot.due_ns)
                 packed_free(slot.spare)
             return
@@ -114,6 +149,11 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
         conn_fail(e, ch, conn, b"a reply that does not belong to the command", False)
         return
     packed_free(slot.spare)
+    if slot.mark and ch != NULL:
+        if vote == FAULT:  # with 1 if it does not know or permit the question
+            tell(ch, LOST, conn.node, 0, falls_back_on(text, strlen(text)))
+        else:
+            tell(ch, LIFE_TOLD, conn.node, slot.mark, reply.integer)
     if mine and ch.vote[conn.node] == OPEN:
         ch.vote[conn.node] = <uint8_t>vote
         ch.hits += hit

@@ -24,11 +24,14 @@ cdef void round_begin(Round* r, Channel* ch) noexcept nogil:
 
 
 cdef bint round_pack(Round* r, int form) noexcept nogil:
-    """Have the command in this form ready in the channel."""
+    """Have the command in this form ready in the channel, and what goes along behind it."""
     cdef Channel* ch = r.channel
     if not ch.form_packed[form]:
         ch.form_bytes[form].length = 0
         if not pack(&ch.form_bytes[form], r.program, form, r.arg):
+            return False
+        ch.form_length[form] = ch.form_bytes[form].length
+        if r.mark and not pack(&ch.form_bytes[form], ASK_LIFE, 0, r.arg):
             return False
         ch.form_packed[form] = 1
     return True
@@ -48,13 +51,38 @@ cdef void round_send(Round* r, Conn* conn, int form) noexcept nogil:
     slot.spare = r.spare
     cdef bint done = round_pack(r, form)
     if done and r.held:
-        done = conn_hold(conn, ch.form_bytes[form].bytes, ch.form_bytes[form].length, &slot)
+        done = conn_hold(conn, ch.form_bytes[form].bytes, ch.form_length[form], &slot)
+    elif done and r.mark:
+        done = put_with_life(r, conn, form, &slot)
     elif done:
-        done = conn_put(conn, ch.form_bytes[form].bytes, ch.form_bytes[form].length, &slot)
+        done = conn_put(conn, ch.form_bytes[form].bytes, ch.form_length[form], &slot)
     if done:
         ch.sent[conn.node] = 1
     else:
         set_fault(ch, conn.node, b"too many unanswered commands")
+
+
+cdef bint put_with_life(Round* r, Conn* conn, int form, Slot* slot) noexcept nogil:
+    """Queue the command, and behind it the question for the key's life, in one packet. The mutex is held.
+
+    Each form of it is followed by one, since what the last one writes would end the tracking of an earlier.
+    """
+    cdef Channel* ch = r.channel
+    cdef size_t length = ch.form_length[form]
+    cdef size_t all_length = ch.form_bytes[form].length
+    cdef Slot life
+    if not conn_add(conn, length, slot):
+        return False
+    memset(&life, 0, sizeof(life))
+    life.mark = r.mark
+    life.sent_ns = slot.sent_ns
+    life.due_ns = slot.due_ns
+    life.program = <int8_t>ASK_LIFE
+    if not conn_add(conn, all_length - length, &life):
+        all_length = length
+        tell(ch, LOST, conn.node, 0, 0)
+    conn_write(conn, ch.form_bytes[form].bytes, all_length)
+    return True
 
 
 cdef inline void send_if_ready(Round* r, Conn* conn) noexcept nogil:
@@ -91,6 +119,8 @@ cdef void run_round(Round* r) noexcept nogil:
             return
     finish_round(r)
     put_back(r)
+    if r.behind:
+        undo_behind(r)
 
 
 cdef void begin_node(Round* r, int i) noexcept nogil:
@@ -98,18 +128,32 @@ cdef void begin_node(Round* r, int i) noexcept nogil:
     cdef Channel* ch = r.channel
     cdef NodeState* node = e.node[i]
     cdef Conn* conn = &ch.conn[i]
-    if ch.vote[i] != OPEN:
+    if not r.asked >> i & 1:
+        return
+    if ch.vote[i] != OPEN:  # queued behind, elsewhere
+        if r.mark:
+            arm_node(e, ch, i, &r.arg[0], r.mark, &NO_TOPIC, r.limit_ns)
         return
     if not r.touched >> i & 1:  # the token is not there: what a delete would answer is known
         ch.vote[i] = YES
         return
     if node.suspect and not prog[r.program].deletes:
         set_fault_of(ch, i, node, b"left out until it answers again: ")
+        if r.mark:
+            tell(ch, LOST, i, 0, 0)
         return
     pthread_mutex_lock(&conn.mutex)
     if conn.state == CLOSED and r.waits:
-        if node.next_connect_ns > r.started_ns:
+        if lacks_way(node, ch.kind):
+            set_fault(
+                ch, i, b"it does not know or permit HELLO 3" if node.no_push
+                else b"it does not know or permit CLIENT TRACKING",
+            )  # fmt: skip
+            tell(ch, LOST, i, 0, 1)
+        elif node.next_connect_ns > r.started_ns:
             set_fault_of(ch, i, node, b"")
+            if r.mark:
+                tell(ch, LOST, i, 0, 0)
         else:
             conn_open(e, ch, conn, r.limit_ns)
     if prog[r.program].tries and conn.state == READY and conn.slots:
@@ -148,9 +192,12 @@ cdef void set_fault_of(Channel* ch, int i, NodeState* node, const char* head) no
 
 
 cdef void count_votes(Round* r) noexcept nogil:
-    cdef int i, still_open = 0
+    cdef int i, still_open = 0, asked = 0
     r.yes = r.no = r.faults = 0
     for i in range(r.engine.nodes):
+        if not r.asked >> i & 1:
+            continue
+        asked += 1
         if r.channel.vote[i] == YES:
             r.yes += 1
         elif r.channel.vote[i] == NO:
@@ -159,7 +206,7 @@ cdef void count_votes(Round* r) noexcept nogil:
             still_open += 1
         else:
             r.faults += 1
-    r.verdict = judge(r.yes, r.no, still_open, r.engine.nodes, r.quorum)
+    r.verdict = judge(r.yes, r.no, still_open, asked, r.quorum)
 
 
 cdef void wait_for_votes(Round* r) noexcept nogil:
@@ -184,6 +231,8 @@ cdef void wait_for_votes(Round* r) noexcept nogil:
         for i in range(e.nodes):
             conn = &ch.conn[i]
             place[i] = -1
+            if not r.asked >> i & 1:
+                continue
             interest = conn_interest(conn)
             if interest and (conn.slots or conn.out.length or conn.state < READY):
                 fds[n].fd = conn.fd
@@ -209,6 +258,8 @@ cdef void wait_for_votes(Round* r) noexcept nogil:
         for i in range(e.nodes):
             conn = &ch.conn[i]
             events = fds[place[i]].revents if place[i] >= 0 else 0
+            if not r.asked >> i & 1:
+                continue
             if events or CLOSED < conn.state < HANDSHAKE:
                 pthread_mutex_lock(&conn.mutex)
                 conn_advance(e, ch, conn, events, r)
@@ -260,7 +311,7 @@ cdef void finish_round(Round* r) noexcept nogil:
     r.ended_ns = rb_now_ns()
     if r.waits and not r.interrupted and r.verdict == WAITING:
         for i in range(e.nodes):
-            if ch.vote[i] == OPEN:
+            if ch.vote[i] == OPEN and r.asked >> i & 1:
                 snprintf(
                     cause, sizeof(cause), b"no %s within %lld ms",
                     b"answer" if ch.sent[i] else b"connection", <long long>(r.limit_ns // MS),
@@ -278,9 +329,11 @@ cdef void finish_round(Round* r) noexcept nogil:
             if ch.vote[i] == FAULT or prog[r.program].decoder == TEXT:
                 memcpy(&r.causes[i * CAUSE], &ch.cause[i * CAUSE], CAUSE)
     for i in range(e.nodes):
+        if r.mark and r.asked >> i & 1 and not ch.sent[i] and CLOSED < ch.conn[i].state < READY:
+            ch.conn[i].wanted = 1  # it was not waited for, but can be armed when it is there
         if ch.sent[i] and ch.vote[i] != NO:
             r.reached |= (<uint64_t>1) << i
-    if prog[r.program].tries:
+    if prog[r.program].tries and r.waits:  # what was only posted follows a lock that is held: it stays
         if r.verdict == GRANTED and r.ended_ns >= r.started_ns + r.valid_ns:
             r.verdict = UNDECIDED
             r.too_late = 1
@@ -288,7 +341,7 @@ cdef void finish_round(Round* r) noexcept nogil:
             r.verdict = UNDECIDED
         if r.verdict != GRANTED:
             for i in range(e.nodes):
-                if r.reached >> i & 1:
+                if (r.reached & ~r.behind) >> i & 1:
                     undo_on(r, i)
     elif prog[r.program].deletes:
         for i in range(e.nodes):
@@ -307,6 +360,28 @@ cdef void undo_on(Round* r, int i) noexcept nogil:
     if conn.state == READY and r.spare != NULL and not conn_put_spare(conn, r.spare, r.ended_ns + r.limit_ns):
         owe_delete(r.engine.node[i], r.spare)
     pthread_mutex_unlock(&conn.mutex)
+
+
+cdef void undo_behind(Round* r) noexcept nogil:
+    """Where a try was queued behind a write on another channel, so is its undo."""
+    cdef Round undo
+    cdef int program = prog[r.program].undo
+    if not prog[r.program].tries or not r.waits or r.verdict == GRANTED:
+        return
+    memset(&undo, 0, sizeof(undo))
+    undo.engine = r.engine
+    undo.program = program
+    undo.args = prog[program].words
+    memcpy(undo.arg, r.arg, sizeof(undo.arg))
+    undo.tag = r.tag
+    undo.quorum = 1
+    undo.touched = r.reached & r.behind
+    undo.asked = <uint64_t>-1
+    undo.limit_ns = r.limit_ns
+    undo.undo_life_ns = r.undo_life_ns
+    if undo.touched:
+        run_round(&undo)
+        free(undo.causes)
 
 
 cdef void owe_delete(NodeState* node, Packed* packed) noexcept nogil:
