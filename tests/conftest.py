@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import redbolt
-from redbolt import _clock
+from redbolt import _clock, _drive
 from redbolt._engine import Engine, choose, engine_for
+from redbolt._steps import acquire
 from redbolt.local import LocalNode, LocalNodes, find_server, server_version
 from tests.kit.clients import Client, eventually, fd_count, thread_count
 from tests.kit.resp import OK
@@ -124,6 +125,35 @@ def clock() -> Iterator[Callable[[float], None]]:
 
     yield move
     _clock.set_offset_ns(0)
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How many seconds each pause of an algorithm was to take: it is over at once, a waiting acquire's too,
+    while the engines go by the true clock.
+    """
+    taken: list[float] = []
+    skipped_ns = 0
+    perform = _drive._perform
+
+    def now_ns() -> int:
+        return _clock.now_ns() + skipped_ns
+
+    def skip(step: _drive.Step, engine: Engine) -> object:
+        nonlocal skipped_ns
+        if isinstance(step, _drive.Wait):
+            left_ns = step.until_ns - now_ns()
+            taken.append(left_ns / 1e9)
+            skipped_ns += max(0, left_ns)
+            return False
+        if isinstance(step, _drive.Sleep):
+            taken.append((step.until_ns - _clock.now_ns()) / 1e9)
+            return None
+        return perform(step, engine)
+
+    monkeypatch.setattr(acquire, "now_ns", now_ns)
+    monkeypatch.setattr(_drive, "_perform", skip)
+    return taken
 
 
 @pytest.fixture(scope="session", autouse=True)

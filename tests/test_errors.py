@@ -287,7 +287,7 @@ def test_the_type_of_the_key_is_asked_once(kind: str) -> None:
         return {b"SET": NIL, b"TYPE": b"+string\r\n"}.get(argv[0]) or handshake(argv)
 
     with ScriptedNode(answer=answers) as node:
-        lock = Lock(node.url, "name", engine=kind)
+        lock = Lock(node.url, "name", engine=kind, waiting="polling")
         assert lock.acquire(sleep=0.01, blocking_timeout=0.1) is False
         assert len(node.received("SET")) > 3
         assert len(node.received("TYPE")) == 1

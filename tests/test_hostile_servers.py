@@ -11,13 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from redbolt import Lock, close
 from redbolt._engine import Engine
 from redbolt._judge import FAULT, NO, YES
 from tests.kit.clients import SLACK, eventually
 from tests.kit.resp import NIL, OK, error, push
 from tests.kit.rounds import anew, attempt, by_name, causes, said
 from tests.kit.scripted import Peer, ScriptedNode
-from tests.kit.steps import Step, expect, expect_end, hang_up, ignore_rest, send, serve, tell, wait
+from tests.kit.steps import (
+    Step,
+    expect,
+    expect_end,
+    handshake,
+    hang_up,
+    ignore_rest,
+    reset,
+    send,
+    serve,
+    tell,
+    wait,
+)
 
 FULL = "ERR max number of clients reached"
 E = 0.15 * SLACK
@@ -250,3 +263,19 @@ def test_pushes_that_nobody_reads_do_not_pile_up(engine_of) -> None:
         with memory_grows_at_most(16):
             eventually(lambda: said(attempt(engine, limit=0.3)) == [YES])
         engine.close()
+
+
+@pytest.mark.parametrize(
+    "how", [hang_up(), reset(), send(error(FULL))], ids=["hangs up", "resets", "is full"]
+)
+def test_a_waiter_to_whom_no_further_connection_is_given_tries_on_that_which_it_has(
+    kind: str, how: Step
+) -> None:
+    answers = iter([NIL] * 4 + [OK])
+    held = by_name(SET=lambda argv: next(answers), DELIFEQ=b":1\r\n", PTTL=b":30000\r\n", TYPE=b"+string\r\n")
+    with ScriptedNode([serve(lambda argv: handshake(argv) or held(argv))], answer=lambda argv: how) as node:
+        lock = Lock(node.url, "name", node_timeout=0.1 * SLACK, sleep=0.01, engine=kind)
+        assert lock.acquire(blocking_timeout=5 * SLACK) is True
+        assert len(node.received("SET")) == 5
+        lock.release()
+        close()

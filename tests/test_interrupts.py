@@ -138,6 +138,13 @@ def places(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
+def finalizing(frame: FrameType | None) -> bool:
+    """Whether this is a part of a finalizer: Python lets nothing come out of those."""
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
+
+
 Place = tuple[CodeType, int, int]
 """A function, a place in it, and how many times it was there before."""
 
@@ -170,7 +177,7 @@ class Interrupt:
             place = code, offset, self._times[code, offset]
             self._times[code, offset] += 1
             self.seen.append(place)
-            if place == self._at:
+            if place == self._at and not finalizing(frame):
                 raise KeyboardInterrupt
         return self._step
 

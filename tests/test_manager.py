@@ -13,17 +13,7 @@ from typing import Any
 
 import pytest
 
-from redbolt import (
-    LockError,
-    LockLost,
-    LockNotOwned,
-    NodesUnavailable,
-    RedLock,
-    ReleaseUnconfirmed,
-    Retry,
-    _drive,
-)
-from redbolt._clock import now_ns
+from redbolt import LockError, LockLost, LockNotOwned, NodesUnavailable, RedLock, ReleaseUnconfirmed, Retry
 from redbolt.local import LocalNode, LocalNodes
 from tests.kit.clients import SLACK, eventually, raw
 from tests.kit.faults import paused
@@ -89,14 +79,6 @@ def silent() -> Iterator[ScriptedNode]:
     with ScriptedNode() as node:
         yield node
         assert node.peers == []
-
-
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How many seconds each sleep of an algorithm was to take: it is over at once."""
-    taken: list[float] = []
-    monkeypatch.setattr(_drive, "sleep_until", lambda until_ns: taken.append((until_ns - now_ns()) / 1e9))
-    return taken
 
 
 # ---- the mapping ----
@@ -207,7 +189,7 @@ def test_retry_count_and_retry_delay_are_those_of_lock_alone(kind: str, pauses: 
     with ScriptedNode(answer=holding) as node:
         manager = RedLock(
             [node.url], "name", retry=Retry(2, 5.0), retry_count=4, retry_delay=7.0, engine=kind,
-            node_timeout=LIMIT,
+            node_timeout=LIMIT, waiting="polling",
         )  # fmt: skip
         assert manager.lock("order:1", 30_000) == REFUSED
         assert tries_of(node) == 4

@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 
+import redbolt
 from redbolt._engine import Engine
 from redbolt._judge import FAULT, GRANTED, REFUSED, UNDECIDED, YES
 from redbolt._programs import DROP, EXTEND
@@ -20,7 +21,7 @@ from tests.kit.proxy import FaultProxy
 from tests.kit.resp import NIL, OK, PONG, error
 from tests.kit.rounds import KEY, TOKEN, InBackground, ask, attempt, by_name, causes, said
 from tests.kit.scripted import Peer, Received, ScriptedNode
-from tests.kit.steps import Argv, Step, expect, expect_end, hang_up, send, serve, tell, wait
+from tests.kit.steps import Argv, Step, expect, expect_end, handshake, hang_up, send, serve, tell, wait
 
 BEHIND = "queued behind"
 E = 0.15 * SLACK
@@ -362,3 +363,54 @@ def test_the_try_of_a_paused_server_is_undone_when_it_wakes(engine_of, valkey) -
         valkey.resume()
         eventually(lambda: raw(valkey, "INFO", "commandstats").get("cmdstat_set", {}).get("calls") == 1)
         eventually(lambda: raw(valkey, "EXISTS", KEY) == 0, 1)
+
+
+class Keeper:
+    """A node with one key; ``forgetful``: it has lost it when it is to be handed on, and says so first."""
+
+    def __init__(self, forgetful: bool) -> None:
+        self.forgetful = forgetful
+        self.token = b""
+
+    def __call__(self, argv: Argv) -> bytes | Step | None:
+        if argv[0] == b"SET" and b"IFEQ" in argv:
+            self.token = b"" if self.forgetful else argv[2]
+            return NIL if self.forgetful else Step("OK, later", self._late)
+        if argv[0] == b"SET":
+            if self.token:
+                return NIL
+            self.token = argv[2]
+            return OK
+        if argv[0] in (b"DELIFEQ", b"EVAL"):
+            same = self.token == argv[-1]
+            self.token = b"" if same else self.token
+            return b":%d\r\n" % same
+        return {b"TYPE": b"+string\r\n", b"PTTL": b":30000\r\n"}.get(argv[0]) or handshake(argv)
+
+    @staticmethod
+    def _late(peer: Peer) -> None:
+        time.sleep(0.02)
+        peer.send(OK)
+
+
+def test_what_is_put_back_on_a_node_is_released_there(kind: str) -> None:
+    """It had lost the key when the lock was handed on, and gets it again for a margin, but for no longer."""
+    keepers = [Keeper(False), Keeper(False), Keeper(True)]
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(ScriptedNode(answer=keeper)) for keeper in keepers]
+        lock = redbolt.RedLock([node.url for node in nodes], "name", node_timeout=SLACK, engine=kind)
+
+        def take_and_release() -> bytes:
+            with lock:
+                assert lock.lease is not None
+                return lock.lease.token
+
+        assert lock.acquire()
+        waiting = InBackground(take_and_release)
+        eventually(lambda: lock._queue.waiters, what="it stands in line")
+        lock.release()
+        token = waiting.result()
+        put_back = [b"SET", b"name", token, b"NX", b"PX", b"30000"]
+        eventually(lambda: put_back in [list(one.argv) for one in nodes[2].received("SET")])
+        eventually(lambda: [keeper.token for keeper in keepers] == [b""] * 3, what="nothing is left")
+        redbolt.close()

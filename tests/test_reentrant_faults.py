@@ -25,6 +25,7 @@ from redbolt._body import Body
 from redbolt.local import LocalNode
 from tests.kit.clients import SLACK, eventually, raw
 from tests.kit.faults import FAULTS, Bad, BadLink, T, paused, within
+from tests.kit.monitor import Monitor
 from tests.kit.proxy import FaultProxy
 from tests.kit.resp import PONG, error
 from tests.kit.scripted import ScriptedNode
@@ -32,7 +33,7 @@ from tests.kit.steps import Argv, Step
 from tests.programs import main
 from tests.programs.forks import fork, result
 from tests.test_interrupts import Interrupt, Place, interrupted
-from tests.test_reentrant import Ear, Monitor, Spot, owner_of
+from tests.test_reentrant import Ear, Spot, owner_of
 
 E = 0.5 * SLACK
 """How late a thread may be scheduled; what is measured here would be seconds if it went wrong."""

@@ -1,4 +1,4 @@
-"""How a waiting acquire spaces its tries: fixed pauses, full jitter, a number of tries, a time."""
+"""How a waiting acquire spaces its tries: full jitter, the pauses of a policy, a number of tries, a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import redbolt
 import redbolt._steps.acquire
 import redbolt.retry
 from redbolt import Lock, LockTimeout, NodesUnavailable, RedLock, Retry
-from redbolt._drive import Sleep, Target, Try
+from redbolt._drive import Target, Try, Wait
 from redbolt._judge import GRANTED, REFUSED
+from redbolt._queue import Queue, Waiter
 from redbolt._steps.acquire import acquire
 from redbolt.local import LocalNodes
 from tests.kit.clients import SLACK, eventually
@@ -32,8 +33,9 @@ E = 0.15 * SLACK
 
 
 def taken(argv: Argv) -> bytes | None:
-    """A node on which the lock is always taken."""
-    return {b"SET": NIL, b"TYPE": b"+string\r\n"}.get(argv[0]) or handshake(argv) or reply(0)
+    """A node on which the lock is always taken; it would tell of a change, but there is none."""
+    told = {b"SET": NIL, b"TYPE": b"+string\r\n", b"PTTL": reply(30_000)}
+    return told.get(argv[0]) or handshake(argv) or reply(0)
 
 
 def tries(node: ScriptedNode) -> list[float]:
@@ -66,7 +68,7 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
 
 
 class Virtual:
-    """Runs the steps of a waiting acquire in virtual time, over votes that are given beforehand."""
+    """Runs the steps of a polling acquire in virtual time, over votes that are given beforehand."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
@@ -86,14 +88,20 @@ class Virtual:
                 outcomes=lambda: [(2, "")] * 5,
             )  # fmt: skip
 
-        engine: Any = SimpleNamespace(nodes=(node,) * 5, votes=lambda: votes(0), pending=lambda token: False)
+        engine: Any = SimpleNamespace(
+            nodes=(node,) * 5, votes=lambda: votes(0), pending=lambda token: False, mark=lambda key: 1
+        )
+        gate: Any = SimpleNamespace(wake=lambda: None)
         target = Target(b"name", 10_000, 3, 0, 50_000_000)
         deadline_ns = None if deadline_s is None else int(deadline_s * 1e9)
-        steps = acquire(engine, target, votes(next(left)), None, retry, 0, deadline_ns, lambda votes: None)
+        steps = acquire(
+            engine, target, Queue(engine), Waiter(target, gate), votes(next(left)), None, retry, "polling", 0,
+            deadline_ns, lambda votes: None,
+        )  # fmt: skip
         try:
             while True:
                 step = next(steps)
-                if isinstance(step, Sleep):
+                if isinstance(step, Wait):
                     self.now_s = max(self.now_s, step.until_ns / 1e9)
                 elif isinstance(step, Try):
                     self.tries_s.append(self.now_s)
@@ -230,13 +238,15 @@ def test_the_time_ends_before_the_number_of_tries_does(kind: str) -> None:
         assert len(tries(node)) < 10
 
 
-def test_retry_overrides_sleep_and_an_argument_of_acquire_overrides_both(kind: str) -> None:
+def test_retry_overrides_sleep_and_an_argument_of_acquire_overrides_both(kind: str, draws: Draws) -> None:
     with ScriptedNode(answer=taken) as node:
         lock = Lock(node.url, "name", sleep=30, retry=Retry(3, 0.02), engine=kind)
         assert lock.acquire() is False
         assert 0.019 <= min(gaps(node)) <= max(gaps(node)) < 0.02 + E
+        assert draws.bounds == []  # a policy's pauses are jittered only with a backoff
         assert lock.acquire(sleep=0.06) is False
         assert len(tries(node)) == 6  # the number of tries stays
+        assert set(draws.bounds) == {0.06}  # the longest pause; each was drawn as long as it can be
         assert min(gaps(node)[3:]) >= 0.059
 
 
@@ -259,7 +269,7 @@ def test_a_try_that_is_granted_ends_the_waiting(kind: str) -> None:
         return next(answers) if argv[0] == b"SET" else taken(argv)
 
     with ScriptedNode(answer=third_time) as node:
-        lock = Lock(node.url, "name", retry=Retry(delay=0.01), engine=kind)
+        lock = Lock(node.url, "name", retry=Retry(delay=0.01), engine=kind, waiting="polling")
         assert lock.acquire() is True
         assert len(tries(node)) == 3
         tokens = {one.argv[2] for one in node.received("SET")}
@@ -274,15 +284,20 @@ def test_a_try_that_is_granted_ends_the_waiting(kind: str) -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.013, 60.0])
 @pytest.mark.parametrize("backoff", [None, 3])
-def test_a_wait_uses_its_whole_time_and_no_more(kind: str, delay: float, backoff: float | None) -> None:
+@pytest.mark.parametrize("waiting", ["tracking", "polling"])
+def test_a_wait_uses_its_whole_time_and_no_more(
+    kind: str, delay: float, backoff: float | None, waiting: str
+) -> None:
     with ScriptedNode(answer=taken) as node:
-        lock = Lock(node.url, "name", retry=Retry(None, delay, backoff), engine=kind)
+        lock = Lock(node.url, "name", retry=Retry(None, delay, backoff), engine=kind, waiting=waiting)
         started = time.monotonic()
         assert lock.acquire(blocking_timeout=0.1) is False
         ended = time.monotonic()
         assert 0.1 <= ended - started < 0.1 + E
         # The last try has started before the end, and has arrived a moment later.
         assert tries(node)[-1] <= started + 0.1 + E
+        if waiting == "tracking":  # nothing has changed: the first try and the last one are enough
+            assert len(tries(node)) <= 2
 
 
 def test_the_last_try_comes_just_before_the_end(virtual: Virtual) -> None:
@@ -351,14 +366,16 @@ def split(yes: int, no: int, times: int) -> Iterator[list[ScriptedNode]]:
 def test_a_split_vote_is_tried_again_sooner_than_a_taken_lock(virtual: Virtual, draws: Draws) -> None:
     """The bound of the pause is four measured rounds; it doubles with each split vote, up to the pause."""
     assert virtual.run([REFUSED] * 9 + [GRANTED], Retry(delay=1), None, round_s=0.01, yes=2) is True
-    assert draws.bounds == pytest.approx([0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24])
+    in_ms = [bound / 1e6 for bound in draws.bounds]
+    assert in_ms == pytest.approx([40, 80, 160, 320, 640, 1280, 2560, 5120, 10240])
     pauses = [later - earlier for earlier, later in itertools.pairwise(virtual.tries_s)]
     assert pauses == pytest.approx([0.08, 0.16, 0.32, 0.64, 1, 1, 1, 1], rel=0.2)
 
 
 def test_before_the_next_try_a_split_vote_is_taken_back(kind: str) -> None:
     with split(yes=2, no=3, times=2) as nodes:
-        lock = RedLock([node.url for node in nodes], "name", sleep=60, node_timeout=0.5, engine=kind)
+        urls = [node.url for node in nodes]
+        lock = RedLock(urls, "name", sleep=60, node_timeout=0.5, engine=kind, waiting="polling")
         assert lock.acquire(blocking_timeout=50) is True
         eventually(lambda: all(len(tries(node)) == 3 for node in nodes))
         for node in nodes[:2]:

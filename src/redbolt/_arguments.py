@@ -9,8 +9,8 @@ import math
 from redbolt._engine import MAX_KEY
 
 __all__ = [
-    "check_bool", "check_drift", "check_quorum", "check_tries", "key_bytes", "lease_ms", "milliseconds",
-    "seconds", "token_bytes",
+    "check_bool", "check_drift", "check_handoffs", "check_quorum", "check_tries", "key_bytes", "lease_ms",
+    "milliseconds", "seconds", "token_bytes",
 ]  # fmt: skip
 
 _LONGEST_MS = 100 * 365 * 86_400_000  # a century; more would overflow the expiry of a server
@@ -78,6 +78,15 @@ def check_tries(tries: int, what: str) -> int:
     if tries < 1:
         raise ValueError(f"{what} must be at least 1, not {tries}")
     return tries
+
+
+def check_handoffs(handoffs: int) -> int:
+    """How often a lock may be handed on in a row."""
+    if isinstance(handoffs, bool) or not isinstance(handoffs, int):
+        raise TypeError(f"max_handoffs must be an int, not {type(handoffs).__name__}")
+    if handoffs < 0:
+        raise ValueError(f"max_handoffs must be at least 0, not {handoffs}")
+    return handoffs
 
 
 def _encoded(value: str | bytes, what: str) -> bytes:

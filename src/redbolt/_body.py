@@ -14,6 +14,7 @@ from redbolt import _process
 from redbolt._arguments import (
     check_bool,
     check_drift,
+    check_handoffs,
     check_quorum,
     key_bytes,
     lease_ms,
@@ -26,18 +27,22 @@ from redbolt._drive import Target, run
 from redbolt._engine import Votes, chosen
 from redbolt._judge import GRANTED, REFUSED, drift_ns, validity_end_ns
 from redbolt._programs import EXISTS, FORGET, Program
+from redbolt._queue import Queue, Waiter, Waiting, queue_for
 from redbolt._steps.acquire import acquire, foreign_type, unavailable
+from redbolt._steps.hand_on import hand_on
+from redbolt._steps.hear import WAYS
 from redbolt._steps.release import conclude, release
 from redbolt.errors import LockError, LockLost, LockNotOwned, LockTimeout
 from redbolt.lease import Lease
 from redbolt.node import Node, NodeLike, as_node
 from redbolt.retry import Retry
 
-__all__ = ["DRIFT_FACTOR", "REDLOCK_LIMIT", "Body", "Command", "OneNode", "node_limit"]
+__all__ = ["DRIFT_FACTOR", "MAX_HANDOFFS", "REDLOCK_LIMIT", "Body", "Command", "OneNode", "node_limit"]
 
 _log = logging.getLogger("redbolt")
 
 DRIFT_FACTOR = 0.01
+MAX_HANDOFFS = 16  # in a row; without an end other processes would starve
 _DEFAULT_LEASE = 30.0
 _NODE_LIMIT = 1.0
 REDLOCK_LIMIT = 0.05  # default node time limit in seconds where a majority will do
@@ -79,6 +84,9 @@ class Body(ABC):
         engine: str | None,
         quorum: int | None,
         drift_factor: float,
+        max_handoffs: int,
+        local_queue: bool,
+        waiting: str | None,
     ) -> None:
         self.name = name
         self.timeout = timeout
@@ -91,7 +99,12 @@ class Body(ABC):
         self.raise_on_release_error = check_bool(raise_on_release_error, "raise_on_release_error")
         if retry is not None and not isinstance(retry, Retry):
             raise TypeError(f"retry must be a redbolt.Retry or None, not {type(retry).__name__}")
-        self.retry = retry if retry is not None else Retry(delay=sleep)
+        self.retry = retry if retry is not None else polling(self.sleep)
+        if waiting is not None and waiting not in WAYS:
+            raise ValueError(f"waiting must be None or one of {', '.join(WAYS)}, not {waiting!r}")
+        self._max_handoffs = check_handoffs(max_handoffs)
+        self._waiting = waiting
+        self._renewed = False  # whether leases are renewed while held, and so can be passed on as they are
         self._drift_factor = check_drift(drift_factor)
         self._lease_ms = lease_ms(_DEFAULT_LEASE if timeout is None else timeout, drift_factor)
         self._quorum = check_quorum(quorum, len(nodes))
@@ -103,6 +116,11 @@ class Body(ABC):
         )
         self._target = self._aim(plain)
         self._tail = self._target[1:7]  # the arguments of a try behind its token
+        if waiting == "channel" and not self._target.topic:
+            raise ValueError("waiting must not be 'channel': nothing is published when this lock is released")
+        self._line = check_bool(local_queue, "local_queue")
+        program = self._target.program
+        self._queue = queue_for(self._engine, key, program) if local_queue else Queue(self._engine)
         self._hold = self._place()
 
     # ---- what makes a face ----
@@ -158,6 +176,13 @@ class Body(ABC):
         return lease
 
     @property
+    def waiting(self) -> Waiting:
+        """How one waits for this lock while it is taken: "tracking" (the server tells of changes of the key),
+        "channel" (it tells of what is published there) or "polling"; its attribute ``reason`` says why.
+        """
+        return self._queue.way
+
+    @property
     def held(self) -> bool:
         """Whether the current lease is valid now, judged by the local clock; nothing is asked."""
         lease: Lease | None = self._hold.lease
@@ -210,18 +235,23 @@ class Body(ABC):
         before: Lease | None = hold.lease
         if before is not None and before.held and before.owner == _process.owner():
             started_ns = started_ns or now_ns()
-            retry = self.retry if sleep is None else Retry(self.retry.count, sleep)
+            retry = self.retry if sleep is None else polling(sleep, self.retry.count)
             wait_ns = None if blocking_timeout is None else int(blocking_timeout * 1e9)
             if self._again(before, own, retry, wait_ns if blocking else 0):
                 return True
         votes: Votes | None = None
         mine: Lease | None = None
+        queue = self._queue
         try:
-            if own is None or not engine.pending(own):
+            # Whoever waits was there before; but without waiting one can only try.
+            if not (queue.waiters and blocking and blocking_timeout != 0) and (
+                own is None or not engine.pending(own)
+            ):
                 votes = engine.votes()
                 token = target.fresh() if own is None and target.fresh is not None else own
                 if engine.attempt(votes, self._key, token, *self._tail):
-                    mine = hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
+                    mine = Lease(self._key, self._lease_ms, votes, _process.owner())
+                    hold.lease = queue.lease = mine
                     return True
                 started_ns = started_ns or votes.started_ns
             if not blocking:
@@ -229,13 +259,24 @@ class Body(ABC):
                     return False
                 raise unavailable(engine, votes, target, "cannot acquire")
 
-            def granted(votes: Votes) -> None:
+            def granted(got: Votes | Lease) -> None:
                 nonlocal mine
-                mine = hold.lease = Lease(self._key, self._lease_ms, votes, _process.owner())
+                if isinstance(got, Lease):
+                    mine = got
+                else:
+                    mine = Lease(self._key, self._lease_ms, got, _process.owner())
+                hold.lease = queue.lease = mine
 
+            started_ns = started_ns or now_ns()
             deadline_ns = None if blocking_timeout is None else started_ns + int(blocking_timeout * 1e9)
-            retry = self.retry if sleep is None else Retry(self.retry.count, sleep)
-            steps = acquire(engine, target, votes, own, retry, started_ns, deadline_ns, granted)
+            retry = self.retry if sleep is None else polling(sleep, self.retry.count)
+            if not self._line:
+                queue = Queue(engine)
+            waiter = Waiter(target, engine.gate(), own is None, self._renewed)
+            steps = acquire(
+                engine, target, queue, waiter, votes, own, retry, self._waiting, started_ns, deadline_ns,
+                granted,
+            )  # fmt: skip
             return run(steps, engine)
         except BaseException:
             # An interrupt may come at any moment, also between the grant and the return.
@@ -245,6 +286,8 @@ class Body(ABC):
                 target.take_back(engine, mine.token, mine.touched)
                 if hold.lease is mine:
                     hold.lease = None
+                mine.end()
+                queue.set_free(mine)
             raise
 
     def _current(self, what: str) -> Lease:
@@ -274,23 +317,37 @@ class Body(ABC):
         if lease.count > 1:
             self._once_less(lease)
             return
+        queue, limit_ns, begun_ns = self._queue, self._limit_ns, 0
+        passes = queue.waiters and queue.handoffs < self._max_handoffs and lease.held
         first = not lease.release_unknown
         lease.release_unknown = True  # until we know better
         votes = engine.votes()
         drop = self._drop(lease)
+        if queue.lease is lease:
+            queue.lease = None
         try:
             hold.lease = None  # first: the next holder may be another thread with this object
+            if passes:
+                begun_ns = now_ns()
+                swapped = run(hand_on(engine, self._target, queue, lease, self._renewed), engine)
+                if swapped is True:
+                    return
+                if swapped:  # in vain, and some nodes may have exchanged the token before it was taken back
+                    first = swapped.verdict == REFUSED and not swapped.yes
+                    limit_ns = max(1_000_000, begun_ns + limit_ns - now_ns())
             program, args = drop
-            engine.round(votes, program, self._key, args, self._quorum, self._limit_ns, lease.touched)
+            engine.round(votes, program, self._key, args, self._quorum, limit_ns, lease.touched)
             if votes.verdict != GRANTED:
-                votes = run(
-                    release(engine, self._target, drop, lease.touched, votes, votes.started_ns), engine
-                )
+                begun_ns = begun_ns or votes.started_ns
+                votes = run(release(engine, self._target, drop, lease.touched, votes, begun_ns), engine)
                 first = False
         except BaseException:
-            if hold.lease is None:
+            if hold.lease is None and not lease.ended:
                 hold.lease = lease  # it can be tried again
             raise
+        finally:
+            if queue.waiters and not lease.ended:
+                queue.set_free(lease)
         if lease.latch:
             engine.post(FORGET, lease.latch, ())
         if votes.hits:
@@ -412,6 +469,8 @@ class Body(ABC):
             elif lease is not None and lease.owner == _process.owner():
                 self._target.take_back(self._engine, lease.token, lease.touched)
                 self._hold.lease = None
+                lease.end()
+                self._queue.set_free(lease)
             raise
 
     def __exit__(
@@ -432,6 +491,11 @@ class Body(ABC):
                 _log.warning("lock %r was not released cleanly: %s", self._key, problem)
 
 
+def polling(sleep: float, count: int | None = None) -> Retry:
+    """Pauses of up to ``sleep`` seconds, evenly drawn."""
+    return Retry(count, sleep, backoff=1.0, max_delay=max(sleep, 1e-9))
+
+
 class OneNode(Body):
     """A lock on a single server."""
 
@@ -450,11 +514,15 @@ class OneNode(Body):
         retry: Retry | None = None,
         node_timeout: float | None = None,
         engine: str | None = None,
+        max_handoffs: int = MAX_HANDOFFS,
+        local_queue: bool = True,
+        waiting: str | None = None,
     ) -> None:
         node = as_node(client)
         if node_timeout is None:
             node_timeout = node_limit(node)
         self._set_up(
             (node,), name, key_bytes(prefix, name), timeout, sleep, blocking, blocking_timeout, thread_local,
-            raise_on_release_error, retry, node_timeout, engine, None, DRIFT_FACTOR,
+            raise_on_release_error, retry, node_timeout, engine, None, DRIFT_FACTOR, max_handoffs,
+            local_queue, waiting,
         )  # fmt: skip

@@ -10,8 +10,10 @@ from redbolt._drive import Target, run
 from redbolt._engine import Engine, Votes
 from redbolt._judge import GRANTED, REFUSED, drift_ns
 from redbolt._programs import DROP, EXTEND
+from redbolt._queue import Queue, Waiter
 from redbolt._steps.acquire import acquire, unavailable
 from redbolt._steps.release import release
+from redbolt.lease import Lease
 from redbolt.retry import Retry
 
 __all__ = ["ByKey"]
@@ -47,7 +49,16 @@ class ByKey:
         try:
             if engine.attempt(votes, *target.arguments(None)):
                 return result(votes)
-            steps = acquire(engine, target, votes, None, retry, votes.started_ns, None, mine.append)
+
+            def granted(votes: Votes | Lease) -> None:
+                assert not isinstance(votes, Lease)  # nobody hands anything on here
+                mine.append(votes)
+
+            waiter = Waiter(target, engine.gate(), willing=False)
+            steps = acquire(
+                engine, target, Queue(engine), waiter, votes, None, retry, "polling", votes.started_ns, None,
+                granted,
+            )  # fmt: skip
             return result(mine[-1] if run(steps, engine) else None)
         except BaseException:
             # An interrupt may come at any moment, also between the grant and the return.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from redbolt._clock import sleep_until
-from redbolt._engine import Engine, Votes
-from redbolt._programs import PROGRAMS, TAKE, Program
+from redbolt._engine import Attempt, Engine, Event, Gate, Votes
+from redbolt._programs import PROGRAMS, SWAP, TAKE, Program
 
-__all__ = ["Ask", "Sleep", "Step", "Target", "Try", "run"]
+__all__ = ["Ask", "Ears", "Listen", "Sleep", "Step", "Target", "Try", "Wait", "run"]
 
 T = TypeVar("T")
 Arguments: TypeAlias = tuple[bytes, bytes | None, int, int, int, int, Program, tuple[bytes, ...]]
@@ -19,7 +19,8 @@ class Target(NamedTuple):
     """What a lock asks for: the part of a try that stays the same; see `redbolt._engine.Engine.attempt`.
 
     ``type`` is what the server calls the type of its key; ``fresh`` makes a token for each try, where the
-    engine does not.
+    engine does not; ``swap`` hands the key from one token to the next; ``topic`` is the channel on which a
+    release is published, if it is.
     """
 
     key: bytes
@@ -31,6 +32,8 @@ class Target(NamedTuple):
     extra: tuple[bytes, ...] = ()
     type: str = "string"
     fresh: Callable[[], bytes] | None = None
+    swap: Program = SWAP
+    topic: bytes = b""
 
     def arguments(self, token: bytes | None) -> Arguments:
         """The arguments of a try, behind its votes; ``token`` is the caller's own, or None."""
@@ -43,11 +46,26 @@ class Target(NamedTuple):
         engine.discard(self.key, token, touched, PROGRAMS[self.program.undo], self.extra)
 
 
+class Ears(Protocol):
+    """What somebody who waits listens with, in the way of `redbolt._engine.Watch`."""
+
+    @property
+    def attempt(self) -> Callable[..., bool]: ...
+    def arm(self, key: bytes, nodes: int, limit_ns: int, topic: bytes = b"") -> None: ...
+    def wait(self, until_ns: int, attempt: Attempt | None = None) -> list[Event]: ...
+    def poke(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class Try(NamedTuple):
-    """Try once to take the lock; ``votes`` tells what came of it."""
+    """Try once to take the lock; ``votes`` tells what came of it. ``nodes`` are those to ask; with ``ears``
+    they are also asked to tell of changes.
+    """
 
     votes: Votes
     arguments: Arguments
+    nodes: int = -1
+    ears: Ears | None = None
 
 
 class Ask(NamedTuple):
@@ -62,16 +80,33 @@ class Ask(NamedTuple):
     touched: int = -1
 
 
+class Wait(NamedTuple):
+    """Wait at a gate until somebody wakes it, or until the clock reads ``until_ns``."""
+
+    gate: Gate
+    until_ns: int
+
+
+class Listen(NamedTuple):
+    """Wait for events, until the clock reads ``until_ns``, or somebody pokes; the answer is a list of them.
+    With an ``attempt``, that may be made as soon as the key has changed.
+    """
+
+    ears: Ears
+    until_ns: int
+    attempt: Attempt | None = None
+
+
 class Sleep(NamedTuple):
     """Do nothing until the clock reads ``until_ns``."""
 
     until_ns: int
 
 
-Step: TypeAlias = Try | Ask | Sleep
+Step: TypeAlias = Try | Ask | Wait | Listen | Sleep
 
 
-def run(steps: Generator[Step, None, T], engine: Engine) -> T:
+def run(steps: Generator[Step, Any, T], engine: Engine) -> T:
     """Run ``steps`` to their end in this thread.
 
     Whatever interrupts a step is thrown into the algorithm, so that it can take back what was sent.
@@ -80,11 +115,11 @@ def run(steps: Generator[Step, None, T], engine: Engine) -> T:
         step = next(steps)
         while True:
             try:
-                _perform(step, engine)
+                outcome = _perform(step, engine)
             except BaseException as error:
                 step = steps.throw(error)
             else:
-                step = steps.send(None)
+                step = steps.send(outcome)
     except StopIteration as end:
         result: T = end.value
         return result
@@ -92,10 +127,14 @@ def run(steps: Generator[Step, None, T], engine: Engine) -> T:
         steps.close()
 
 
-def _perform(step: Step, engine: Engine) -> None:
-    if isinstance(step, Sleep):
-        sleep_until(step.until_ns)
-    elif isinstance(step, Try):
-        engine.attempt(step.votes, *step.arguments)
-    elif isinstance(step, Ask):
-        engine.round(*step)
+def _perform(step: Step, engine: Engine) -> object:
+    if isinstance(step, Wait):
+        return step.gate.wait(step.until_ns)
+    if isinstance(step, Try):
+        ears = step.ears or engine
+        return ears.attempt(step.votes, *step.arguments, step.nodes)
+    if isinstance(step, Listen):
+        return step.ears.wait(step.until_ns, step.attempt)
+    if isinstance(step, Ask):
+        return engine.round(*step)  # type: ignore[func-returns-value]
+    return sleep_until(step.until_ns)  # type: ignore[func-returns-value]

@@ -88,6 +88,28 @@ class Lease:
         surely_ns = valid_until_ns - started_ns
         self._surely_ns = surely_ns if self._surely_ns is None else min(surely_ns, self._surely_ns)
 
+    def successor(self, owner: int) -> Lease:
+        """The same acquisition in the hands of another owner; this one has to end then."""
+        heir = Lease.__new__(Lease)
+        heir._generation = self._generation
+        heir._surely_ns = self._surely_ns
+        heir._valid_until_ns = self._valid_until_ns
+        heir.key = self.key
+        heir.token = self.token
+        heir.length_ms = self.length_ms
+        heir.started_ns = self.started_ns
+        heir.touched = self.touched
+        heir.owner = owner
+        heir.count = 1
+        heir.latch = b""
+        heir.release_unknown = False
+        return heir
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over for good: released, handed on, or found lost."""
+        return self._valid_until_ns == 0
+
     def end(self) -> None:
-        """Note that it is over: released, or found lost."""
+        """Note that it is over: released, handed on, or found lost."""
         self._valid_until_ns = 0

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, TypedDict, overload
 
 from redbolt._arguments import check_tries, key_bytes, lease_ms, seconds, token_bytes
-from redbolt._body import DRIFT_FACTOR, REDLOCK_LIMIT, Command, OneNode
+from redbolt._body import DRIFT_FACTOR, MAX_HANDOFFS, REDLOCK_LIMIT, Command, OneNode
 from redbolt._by_key import ByKey
 from redbolt._clock import now_ns
 from redbolt._engine import Votes
@@ -32,7 +32,8 @@ class Lock(OneNode):
         name: name of the lock.
         timeout: length of the lease in seconds; rounded up to whole milliseconds. None (the default) for 30
             seconds.
-        sleep: seconds between two tries of a waiting acquire. Default 0.1.
+        sleep: longest pause between two tries of a waiting acquire, in seconds, where the server cannot tell
+            of a release. Default 0.1.
         blocking: whether `acquire` waits while the lock is taken. Default True.
         blocking_timeout: how many seconds it waits at most. None (the default) for ever; 0 tries once.
         thread_local: True (the default): a lease belongs to the thread that acquired it, and no other can
@@ -40,10 +41,16 @@ class Lock(OneNode):
         raise_on_release_error: False makes the end of a ``with`` block log a failed release instead of
             raising it.
         prefix: put before the name to make the key, to keep locks apart from data. Default none.
-        retry: a `Retry`; overrides ``sleep``.
+        retry: a `Retry`; overrides ``sleep``. With a ``count`` that many tries are made, at its pauses.
         node_timeout: seconds that a node may take to answer. Default: the client's socket timeout, at most 1.
         engine: ``"native"`` or ``"pure"`` force an engine; None (the default) takes the best that is
             installed.
+        max_handoffs: how often in a row the lock goes from one waiter of this process to the next, default
+            16; then it is released, so that others have a chance. 0: never.
+        local_queue: True (the default): the waiters of this process stand in one line, and only the first of
+            them talks to the servers. False: each waits for itself, and nothing is handed on.
+        waiting: ``"tracking"``, ``"channel"`` or ``"polling"`` force a way of waiting; None (the default)
+            takes the first of them that the server has. See the property `waiting`.
 
     Raises:
         ValueError, TypeError: an argument cannot work; nothing is sent.
@@ -95,7 +102,7 @@ class RedLock(Lock):
             best.
         name: name of the lock; None (the default) for the manager style alone.
         timeout, sleep, blocking, blocking_timeout, thread_local, raise_on_release_error, prefix, retry,
-            engine: as for `Lock`.
+            engine, max_handoffs, local_queue, waiting: as for `Lock`.
         node_timeout: seconds that a node may take to answer. Default 0.05. One that takes longer is left
             out until it answers.
         quorum: how many nodes must agree; default and least: a majority.
@@ -127,11 +134,15 @@ class RedLock(Lock):
         retry_count: int = 3,
         retry_delay: float = 0.2,
         clock_drift_factor: float = DRIFT_FACTOR,
+        max_handoffs: int = MAX_HANDOFFS,
+        local_queue: bool = True,
+        waiting: str | None = None,
     ) -> None:
         key = b"" if name is None else key_bytes(prefix, name)
         self._set_up(
             as_nodes(clients), name, key, timeout, sleep, blocking, blocking_timeout, thread_local,
-            raise_on_release_error, retry, node_timeout, engine, quorum, clock_drift_factor,
+            raise_on_release_error, retry, node_timeout, engine, quorum, clock_drift_factor, max_handoffs,
+            local_queue, waiting,
         )  # fmt: skip
         key_bytes(prefix, "resource")
         self._prefix = prefix

@@ -11,7 +11,7 @@ from redbolt._clock import now_ns
 from redbolt._drive import Target, run
 from redbolt._engine import MAX_KEY, Engine
 from redbolt._judge import GRANTED, REFUSED
-from redbolt._programs import COUNT, ENTER, FORCE, HOLDS, LEAVE
+from redbolt._programs import COUNT, ENTER, FORCE, HOLDS, LEAVE, SUCCEED
 from redbolt._steps.acquire import unavailable
 from redbolt._steps.reenter import reenter, set_count
 from redbolt.errors import LockLost
@@ -68,7 +68,7 @@ class ReentrantLock(OneNode):
 
     Args:
         client, name, sleep, blocking, blocking_timeout, raise_on_release_error, prefix, retry, node_timeout,
-            engine: as for `Lock`.
+            engine, max_handoffs, local_queue, waiting: as for `Lock`.
         timeout: length of the lease in seconds, which begins anew whenever the count changes; rounded up to
             whole milliseconds. None (the default) for 30 seconds.
         thread_local: True; such a lock always belongs to a thread.
@@ -86,7 +86,10 @@ class ReentrantLock(OneNode):
         if len(self._latch) + 32 > MAX_KEY:
             raise ValueError(f"prefix and name are too long: {len(plain.key)} bytes leave no room for more")
         self._introduce()
-        return plain._replace(program=ENTER, extra=(self._channel,), type="hash", fresh=self._owner)
+        return plain._replace(
+            program=ENTER, extra=(self._channel,), type="hash", fresh=self._owner, swap=SUCCEED,
+            topic=self._channel,
+        )  # fmt: skip
 
     def _owner(self) -> bytes:
         """An owner for one acquisition: as Redisson's, the id of the client and a number, used only once."""

@@ -13,8 +13,9 @@ from redbolt import LockLost, LockNotOwned, LockTimeout, ReentrantLock
 from redbolt.local import LocalNode
 from tests.interop.nodejs import NodeRedisson, RedissonLock
 from tests.kit.clients import SLACK, eventually, raw
+from tests.kit.monitor import Monitor
 from tests.kit.npm import Call, PeerError
-from tests.test_reentrant import Ear, Monitor, Spot, owner_of
+from tests.test_reentrant import Ear, Spot, owner_of
 
 NAMES = ["name", "{tag}name", "замо́к 🔒"]
 

@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import redis
 
+import redbolt.retry
 from redbolt import Lock, LockLost, LockNotOwned, LockTimeout, RedLock, SetupError
 from redbolt.local import LocalNode, LocalNodes, find_server
 from tests.kit.clients import SLACK, Client, eventually, raw
@@ -215,11 +217,15 @@ def test_that_it_must_not_wait_was_ignored(kind: str, node: LocalNode) -> None:
 
 # redis/redis-py 498, jazzband/django-redis 596
 @pytest.mark.usefixtures("theirs")
-def test_the_pause_between_two_tries_was_ignored(kind: str, node: LocalNode) -> None:
+def test_the_pause_between_two_tries_was_ignored(
+    kind: str, node: LocalNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the longest one, where nothing can be heard; each is drawn, and here as long as it can be."""
+    monkeypatch.setattr(redbolt.retry, "_random", SimpleNamespace(uniform=lambda low, high: high))
     tries = {}
     for made, given in ((0.01, None), (0.15, None), (0.01, 0.15), (0.15, 0.01)):
         raw(node, "CONFIG", "RESETSTAT")
-        lock = Lock(node.url, "name", 10, made, engine=kind)
+        lock = Lock(node.url, "name", 10, made, engine=kind, waiting="polling")
         assert lock.acquire(sleep=given, blocking_timeout=0.3) is False
         tries[made, given] = sets(node)
     assert tries[0.15, None] <= 4
