@@ -27,7 +27,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=__doc__,
-        epilog="`python -m bench stock --help`: many contenders for one lock",
+        epilog="`python -m bench stock --help`: many contenders for one lock; "
+        "`python -m bench handoff --help`: how fast a lock is passed on",
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="about a minute in all; without it about four")
@@ -144,6 +145,10 @@ def main(argv: Sequence[str]) -> int:
         from bench import stock
 
         return stock.main(list(argv[1:]))
+    if argv[:1] == ["handoff"]:
+        from bench import handoff
+
+        return handoff.main(list(argv[1:]))
     args = arguments(argv)
     try:
         return measure(args, argv)

@@ -20,7 +20,7 @@ import redis
 from bench.runner import LEASE_MS, Slice
 from redbolt._programs import DROP, TAKE, Part
 
-__all__ = ["Floor", "build"]
+__all__ = ["TOKEN", "Command", "Floor", "build", "connect", "fill", "pack", "packed", "release_form"]
 
 SOURCE = Path(__file__).with_name("floor.c")
 BUILD_DIR = SOURCE.parent.parent / "build" / "bench"
@@ -30,7 +30,9 @@ CYCLES_PER_SECOND = 200_000
 """More than one connection can do; it sizes the buffer of durations."""
 
 
-class _Command(ctypes.Structure):
+class Command(ctypes.Structure):
+    """A packed command, and where its token is; -1 if it has none."""
+
     _fields_ = (("bytes", ctypes.c_char_p), ("length", ctypes.c_int32), ("token_at", ctypes.c_int32))
 
 
@@ -40,7 +42,7 @@ class _Node(ctypes.Structure):
         ("taking_part", ctypes.c_int32),
         ("unanswered", ctypes.c_int32),
         ("reply_at", ctypes.c_int32),
-        ("release", _Command),
+        ("release", Command),
     )
 
 
@@ -48,7 +50,7 @@ class _Floor(ctypes.Structure):
     _fields_ = (
         ("count", ctypes.c_int32),
         ("quorum", ctypes.c_int32),
-        ("acquire", _Command),
+        ("acquire", Command),
         ("nodes", _Node * 16),
         ("random", ctypes.c_uint8 * 256),
         ("random_left", ctypes.c_int32),
@@ -56,16 +58,16 @@ class _Floor(ctypes.Structure):
     )
 
 
-def build(build_dir: Path = BUILD_DIR) -> Path:
-    """Compile floor.c, unless this source was compiled before, and return the library."""
+def build(build_dir: Path = BUILD_DIR, source: Path = SOURCE) -> Path:
+    """Compile floor.c (or another), unless this source was compiled before, and return the library."""
     command = [*shlex.split(os.environ.get("CC", "cc")), *FLAGS]
-    made_from = SOURCE.read_bytes() + repr((command, platform.platform())).encode()
-    library = build_dir / f"floor-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
+    made_from = source.read_bytes() + repr((command, platform.platform())).encode()
+    library = build_dir / f"{source.stem}-{hashlib.sha256(made_from).hexdigest()[:16]}.so"
     if not library.exists():
         build_dir.mkdir(parents=True, exist_ok=True)
         fresh = library.with_suffix(f".{os.getpid()}")
         try:
-            subprocess.run([*command, str(SOURCE), "-o", str(fresh)], check=True)
+            subprocess.run([*command, str(source), "-o", str(fresh)], check=True)
         except FileNotFoundError as error:
             error.add_note("the floor needs a C compiler: install cc, or name one in CC")
             raise
@@ -82,15 +84,24 @@ def _load() -> ctypes.CDLL:
     return library
 
 
-def _pack(words: Sequence[bytes]) -> bytes:
+def pack(words: Sequence[bytes]) -> bytes:
+    """A command as it is sent."""
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
 
 
-def _fill(form: Sequence[Part], *args: bytes) -> list[bytes]:
+def packed(data: bytes, buffers: list[ctypes.Array[ctypes.c_char]]) -> Command:
+    """Packed commands for C, which may change their token; the buffers keep them alive."""
+    buffer = ctypes.create_string_buffer(data, len(data))
+    buffers.append(buffer)
+    return Command(ctypes.cast(buffer, ctypes.c_char_p), len(data), data.rfind(TOKEN))
+
+
+def fill(form: Sequence[Part], *args: bytes) -> list[bytes]:
+    """The words of a program's form, with its arguments in their places."""
     return [args[part] if isinstance(part, int) else part for part in form]
 
 
-def _connect(client: redis.Redis) -> socket.socket:
+def connect(client: redis.Redis) -> socket.socket:
     """A plain blocking socket to the client's node, logged in and on its database."""
     options = client.get_connection_kwargs()
     if options.get("ssl") or client.connection_pool.connection_class is redis.SSLConnection:
@@ -110,18 +121,18 @@ def _connect(client: redis.Redis) -> socket.socket:
     if options.get("db"):
         hello.append(["SELECT", str(options["db"])])
     for words in hello:
-        sock.sendall(_pack([word.encode() for word in words]))
+        sock.sendall(pack([word.encode() for word in words]))
         if sock.recv(512) != b"+OK\r\n":
             raise ConnectionError(f"{words[0]} was refused")
     return sock
 
 
-def _release_form(client: redis.Redis, key: bytes) -> Sequence[Part]:
+def release_form(client: redis.Redis, key: bytes) -> Sequence[Part]:
     """The first form of the token-checked delete that this node knows: the one redbolt comes to use there."""
-    client.execute_command(*_fill(DROP.forms[-1], key, TOKEN))  # brings the script along
+    client.execute_command(*fill(DROP.forms[-1], key, TOKEN))  # brings the script along
     for form in DROP.forms:
         try:
-            client.execute_command(*_fill(form, key, TOKEN))
+            client.execute_command(*fill(form, key, TOKEN))
         except redis.ResponseError:
             continue
         return form
@@ -139,22 +150,19 @@ class Floor:
         self._buffers: list[ctypes.Array[ctypes.c_char]] = []
         self._sockets: list[socket.socket] = []
         name = key.encode()
-        self._floor.acquire = self._command(_fill(TAKE.forms[0], name, TOKEN, b"%d" % LEASE_MS))
+        self._floor.acquire = self._command(fill(TAKE.forms[0], name, TOKEN, b"%d" % LEASE_MS))
         self.released_by = ""
         for node, url in zip(self._floor.nodes, urls, strict=False):
             with redis.Redis.from_url(url) as client:
-                form = _release_form(client, name)
-                self._sockets.append(_connect(client))
+                form = release_form(client, name)
+                self._sockets.append(connect(client))
             node.fd = self._sockets[-1].fileno()
-            words = _fill(form, name, TOKEN)
+            words = fill(form, name, TOKEN)
             node.release = self._command(words)
             self.released_by = self.released_by or words[0].decode()
 
-    def _command(self, words: list[bytes]) -> _Command:
-        packed = _pack(words)
-        buffer = ctypes.create_string_buffer(packed, len(packed))
-        self._buffers.append(buffer)
-        return _Command(ctypes.cast(buffer, ctypes.c_char_p), len(packed), packed.rindex(TOKEN))
+    def _command(self, words: list[bytes]) -> Command:
+        return packed(pack(words), self._buffers)
 
     def run(self, seconds: float, limit: int) -> Slice:
         """Run cycles for so long, at most so many."""

@@ -27,6 +27,7 @@ DRAWING = Path(__file__).with_name("draw.py")
 # What a column shows: its heading, the key of a result, and the format.
 COLUMNS = (
     ("cycles/s", "rate", "{:,.0f}"),
+    ("samples", "samples", "{:,}"),
     ("healthy p50 us", "healthy_p50_us", "{:.1f}"),
     ("p50 us", "p50_us", "{:.1f}"),
     ("p99 us", "p99_us", "{:.1f}"),

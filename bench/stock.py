@@ -4,6 +4,9 @@ The work is fixed: everybody takes from the same stock until it is sold. A libra
 long as the winner keeps winning, so how evenly the contenders were served stands beside the rate; and with
 --even a contender leaves when it has sold its share, so that everybody's turn must come. Each contender
 counts its own sales; what they add up to beyond what the stock lost was sold twice.
+
+With --stop the node that redbolt asks first while a lock is contended is stopped when half of the work is
+done; the stock is on another one.
 """
 
 from __future__ import annotations
@@ -12,18 +15,23 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from statistics import median
 from typing import Any
 
+from bench.environments import Unavailable
+from bench.peers import CONTENDING
 from bench.report import Progress, head
 from bench.runner import summary
 from bench.stock_run import Account, Entry, Missing, Place, run, unevenness
-from redbolt.local import LocalNodes
+from bench.stock_targets import Shape, targets
+from redbolt import Node
+from redbolt.local import LocalNode, LocalNodes
 
 __all__ = ["entries", "main"]
 
-WORK, PASSES = 2000, 3
+WORK, PASSES = 2000, 5
 QUICK_WORK, QUICK_PASSES = 500, 1
 
 Row = dict[str, Any]
@@ -39,13 +47,16 @@ COLUMNS = (
     ("at half-way", "uneven_half", "{:.2f}"),
     ("p99 wait ms", "wait_p99_ms", "{:,.1f}"),
     ("processes min/max", "process_share", "{:.2f}"),
+    ("tries/grant", "tries_per_grant", "{:.2f}"),
+    ("longest gap ms", "gap_ms", "{:,.1f}"),
     ("gave up", "gave_up", "{:,}"),
     ("oversold", "oversold", "{:,}"),
 )
 LEGEND = """\
 Over the passes: deductions/s, x alone, median, max/median and "at half-way" (max/median when half of the work
-was done) are medians; starved, max, p99 wait and processes min/max (sales per contender) are of the worst
-pass; gave up and oversold are sums. "inf": most contenders had nothing."""
+was done) are medians; starved, max, p99 wait, processes min/max (sales per contender) and the longest gap
+between two sales are of the worst pass; gave up and oversold are sums. "inf": most contenders had nothing.
+tries/grant: of the waiters by the network. Targets: judged by the medians; starved by the worst pass."""
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -58,6 +69,13 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--passes", type=int, metavar="K", help=f"runs of each row; default: {PASSES}; quick: {QUICK_PASSES}")
     add("--limit", type=float, default=120.0, metavar="S", help="seconds a run may take; default: 120")
     add("--even", action="store_true", help="a contender that has sold its share of the work leaves")
+    add("--stop", action="store_true", help="stop a node half-way, of 5; only with the rows that go on then")
+    add(
+        "--peers",
+        action="store_true",
+        help="more peers, each installed below build/peers when first needed; one that is missing ends the "
+        "run, with --quick it is left out",
+    )
     add("--quick", action="store_true", help="less work, and once")
     args = parser.parse_args(argv)
     args.work = (QUICK_WORK if args.quick else WORK) if args.work is None else args.work
@@ -66,19 +84,54 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--contenders, --processes, --work, --passes and --limit must be above 0")
     if args.processes > args.contenders:
         parser.error("there are more --processes than --contenders")
+    if args.stop and args.nodes != 5:
+        parser.error("--stop is for --nodes 5")
+    if args.stop and args.peers:
+        parser.error("--stop is not for --peers: they hang")
     return args
 
 
-def entries(nodes: int) -> list[Entry]:
-    """The rows for so many nodes."""
+def entries(nodes: int, stop: bool = False) -> list[Entry]:
+    """The rows for so many nodes; with ``stop`` only those that go on when one stops."""
     lock = "Lock" if nodes == 1 else "RedLock"
-    return [
+    native, pure = ("engine", "native"), ("engine", "pure")
+    rows = [
         Entry(f"redbolt {lock}, one thread alone", "redbolt", alone=True),
-        Entry(f"redbolt {lock}, native", "redbolt", (("engine", "native"),)),
-        Entry(f"redbolt {lock}, pure", "redbolt", (("engine", "pure"),)),
-        Entry("redis-py Lock", "redis-py") if nodes == 1 else Entry("redlock-py", "redlock-py"),
-        Entry("no lock", "none", locked=False),
+        Entry(f"redbolt {lock}, native, compare-and-set", "redbolt", (native,)),
+        Entry(f"redbolt {lock}, native, passed on locally", "redbolt", (native, ("renewed", True))),
+        Entry(f"redbolt {lock}, native, no local queue", "redbolt", (native, ("local_queue", False))),
+        Entry(f"redbolt {lock}, pure, compare-and-set", "redbolt", (pure,)),
     ]
+    if not stop:
+        rows.append(Entry("redis-py Lock", "redis-py") if nodes == 1 else Entry("redlock-py", "redlock-py"))
+        rows.append(Entry("no lock", "none", locked=False))
+    return rows
+
+
+def peers(nodes: int, required: bool) -> list[Entry]:
+    """The peers in environments of their own, installed if need be.
+
+    Raises:
+        Unavailable: one of them cannot be had here, and is required.
+    """
+    rows = []
+    for peer in CONTENDING:
+        if not peer.stock or peer.many_nodes != (nodes > 1):
+            continue
+        entry = Entry(peer.name, peer.library)
+        try:
+            command, env = peer.program("stock_worker")
+            rows.append(replace(entry, command=tuple(command), env=tuple(env.items())))
+        except Unavailable as error:
+            if required:
+                raise Unavailable(f"{peer.name}: {error}") from None
+            rows.append(replace(entry, unfit=str(error)))
+    return rows
+
+
+def first_last(nodes: Sequence[LocalNode]) -> list[LocalNode]:
+    """The nodes, with the one at the end that comes first in the common order of redbolt's contenders."""
+    return sorted(nodes, key=lambda node: Node.from_url(node.url).address)[::-1]
 
 
 def judge(entry: Entry, done: Sequence[Account], alone: Sequence[Account]) -> Row:
@@ -103,6 +156,12 @@ def judge(entry: Entry, done: Sequence[Account], alone: Sequence[Account]) -> Ro
     }
     if any(len(each.processes) > 1 for each in done):
         row["process_share"] = min(each.process_share for each in done)
+    if all(each.grants for each in done):
+        row["tries_per_grant"] = median(each.tries / each.grants for each in done)
+    if any(each.end_ns for each in done):
+        row["gap_ms"] = max(each.gap_ns for each in done) / 1e6
+        if not all(each.sold_while_stopped for each in done):
+            row["notes"].append("**in a pass nothing was sold after the node had stopped**")
     if len(alone) == len(done) and all(each.rate for each in alone):
         row["alone"] = summary([mine.rate / base.rate for mine, base in zip(done, alone, strict=True)])
     row["failed"] = any(each.oversold for each in done)
@@ -112,6 +171,7 @@ def judge(entry: Entry, done: Sequence[Account], alone: Sequence[Account]) -> Ro
         row["notes"].append(f"time was over with {unsold:,} unsold")
     if unreleased := sum(each.unreleased for each in done):
         row["notes"].append(f"{unreleased:,} releases failed")
+    row["notes"] += dict.fromkeys(note for each in done for note in each.notes)
     return row
 
 
@@ -134,13 +194,23 @@ def measure(rows: Sequence[Entry], place: Place, passes: int, progress: Progress
                     print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
             progress.step()
     alone = next((done[entry] for entry in rows if entry.alone and entry not in broken), [])
-    return [broken.get(entry) or judge(entry, done[entry], alone) for entry in rows]
+    others = {entry.library: done[entry] for entry in rows if entry.library != "redbolt"}
+    others["redbolt"] = alone
+    shape: Shape = (place.contenders, place.processes, len(place.urls))
+    results = []
+    for entry in rows:
+        row = broken.get(entry) or judge(entry, done[entry], alone)
+        if entry not in broken:
+            row["targets"] = targets(entry, shape, bool(place.stop), done[entry], others)
+        results.append(row)
+    return results
 
 
 def lines(title: str, rows: Sequence[Row]) -> Iterator[str]:
     """The table, as Markdown that also reads well on a terminal."""
     columns = [column for column in COLUMNS if any(column[1] in row for row in rows)]
-    table = [[title, *(heading for heading, _, _ in columns), "notes"]]
+    judged = any(row.get("targets") for row in rows)
+    table = [[title, *(heading for heading, _, _ in columns), "targets and notes" if judged else "notes"]]
     for row in rows:
         cells = []
         for _, key, form in columns:
@@ -149,7 +219,11 @@ def lines(title: str, rows: Sequence[Row]) -> Iterator[str]:
                 cells.append("")
             else:
                 cells.append(form.format(**value) if isinstance(value, dict) else form.format(value))
-        table.append([row["row"], *cells, "; ".join(row["notes"])])
+        verdicts = [
+            f"{one['target']}: {one['measured']:.2f} {'met' if one['met'] else '**missed**'}"
+            for one in row.get("targets", ())
+        ]
+        table.append([row["row"], *cells, "; ".join([*verdicts, *row["notes"]])])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:-1]), "-" * widths[-1]]
     for cells in (table[0], rule, *table[1:]):
@@ -160,10 +234,23 @@ def lines(title: str, rows: Sequence[Row]) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     args = arguments(argv)
-    rows = entries(args.nodes)
+    try:
+        return measured(args, argv)
+    except Unavailable as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+
+
+def measured(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run all rows, and report."""
+    rows = entries(args.nodes, args.stop)
+    if args.peers:
+        rows += peers(args.nodes, required=not args.quick)
     with LocalNodes(args.nodes) as nodes:
-        urls = [node.url for node in nodes]
-        place = Place(urls, args.contenders, args.processes, args.work, args.limit, args.even)
+        ordered = first_last([*nodes])
+        urls = [node.url for node in ordered]
+        stop = ordered[-1] if args.stop else None
+        place = Place(urls, args.contenders, args.processes, args.work, args.limit, args.even, stop)
         top = head(urls, f"{len(urls)} by TCP", "each library as it does", ["stock", *argv])
         progress = Progress(len(rows) * args.passes, sys.stderr)
         results = measure(rows, place, args.passes, progress)
@@ -172,6 +259,7 @@ def main(argv: Sequence[str]) -> int:
     one = f"{args.nodes} {'nodes' if args.nodes > 1 else 'node'}"
     title = f"{args.contenders} threads in {args.processes} {each}, {one}, {args.work:,} deductions"
     title += ", in even shares" if args.even else ""
+    title += ", one node stopped half-way" if args.stop else ""
     print(*(f"- {what}: {text}" for what, text in top.items()), "", sep="\n")
     print(*lines(title, results), "", LEGEND, sep="\n")
     return int(any(row["failed"] for row in results))

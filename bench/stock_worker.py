@@ -9,7 +9,8 @@ What it reads and writes are lines:
 3. It reads a moment (nanoseconds of CLOCK_MONOTONIC); then all contenders start.
 4. It writes its result: ``sales`` and ``waits``, per contender the moments of its sales, and how long it
    waited for the lock before each (nanoseconds, all its tries); ``gave_up`` and ``unreleased``, how often an
-   acquire ended without the lock, and a release with an error.
+   acquire ended without the lock, and a release with an error. Where the library counts them also ``tries``
+   and ``grants``, of the queue of its waiters by the network; and ``notes``, if there is something to know.
 
 It ends at once when its standard input does.
 """
@@ -22,22 +23,14 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["LIBRARIES", "Holder", "Job", "Library", "Market", "Shelf", "Tally", "contend"]
+from bench.contenders import LIBRARIES, WARM_UP, Holder, Library, Lines, Unfit, granted, warm_up
 
-LEASE = 10
-WARM_UP = 60  # seconds
-
-
-class Holder(Protocol):
-    """A lock as the contenders use it: a blocking acquire that may give up, and a release."""
-
-    def acquire(self) -> bool: ...
-    def release(self) -> None: ...
+__all__ = ["Job", "Market", "Shelf", "Tally", "contend", "tries_and_grants"]
 
 
 class Shelf(Protocol):
@@ -52,7 +45,7 @@ class Job:
     """What a process has to do.
 
     Attributes:
-        library: a name in `LIBRARIES`.
+        library: a name in `bench.contenders.LIBRARIES`.
         options: what that library wants to know besides.
         urls: the nodes of the lock; the stock is on the first.
         key: the lock. Keys that begin with it are used for warming up.
@@ -94,26 +87,13 @@ class Tally:
     unreleased: int = 0
 
 
-@dataclass(frozen=True)
-class Library:
-    """How a library makes a contender's lock; the errors of one that was not got, and of one not released."""
-
-    lock: Callable[[str], Holder]
-    unavailable: tuple[type[Exception], ...] = ()
-    unreleased: tuple[type[Exception], ...] = ()
-
-
 def contend(lock: Holder, library: Library, shelf: Shelf, market: Market) -> Tally:
     """Take one piece after the other off the shelf under the lock, until it is empty or the time is over."""
     tally = Tally()
     clock = time.monotonic_ns
     asked_ns = clock()
     while market.open() and len(tally.sold_ns) < market.most:
-        try:
-            granted = lock.acquire()
-        except library.unavailable:
-            granted = False
-        if not granted:
+        if not granted(lock, library):
             tally.gave_up += 1
             continue
         waited_ns = clock() - asked_ns
@@ -132,6 +112,18 @@ def contend(lock: Holder, library: Library, shelf: Shelf, market: Market) -> Tal
                 tally.unreleased += 1
         asked_ns = clock()
     return tally
+
+
+def tries_and_grants(locks: Iterable[Holder]) -> dict[str, int]:
+    """How often the waiters tried by the network, and were granted; nothing where no queue counts that.
+
+    The locks of a name share their queue.
+    """
+    queues = {id(queue): queue for queue in (getattr(lock, "_queue", None) for lock in locks)}
+    counting = [queue for queue in queues.values() if hasattr(queue, "tries") and hasattr(queue, "grants")]
+    if not counting:
+        return {}
+    return {name: sum(getattr(queue, name) for queue in counting) for name in ("tries", "grants")}
 
 
 class _RedisShelf:
@@ -153,121 +145,11 @@ class _RedisShelf:
         self._client.set(self._key, left)
 
 
-# ---- the libraries, each used the way its users use it ----
-
-
-class _NoLock:
-    def acquire(self) -> bool:
-        return True
-
-    def release(self) -> None:
-        pass
-
-
-def _no_lock(job: Job) -> Library:
-    return Library(lambda key: _NoLock())
-
-
-def _redbolt(job: Job) -> Library:
-    """A lock object per contender; they share the engine. The option ``engine`` forces one."""
-    import redbolt
-
-    engine = job.options.get("engine")
-    redbolt.engine(engine)  # a forced one that is not there: ImportError
-
-    def lock(key: str) -> Holder:
-        if len(job.urls) == 1:
-            return redbolt.Lock(job.urls[0], key, timeout=LEASE, engine=engine)
-        return redbolt.RedLock(job.urls, key, timeout=LEASE, engine=engine)
-
-    return Library(lock, (redbolt.NodesUnavailable,), (redbolt.LockError,))
-
-
-def _redis_py(job: Job) -> Library:
-    """A lock object per contender, on one client."""
-    import redis
-    from redis.exceptions import LockError
-
-    client = redis.Redis.from_url(job.urls[0])
-    return Library(lambda key: client.lock(key, timeout=LEASE), (), (LockError,))
-
-
-class _RedlockPyLock:
-    def __init__(self, manager: Any, key: str) -> None:
-        self._manager = manager
-        self._key = key
-
-    def acquire(self) -> bool:
-        self._held = self._manager.lock(self._key, LEASE * 1000)
-        return self._held is not False
-
-    def release(self) -> None:
-        self._manager.unlock(self._held)
-
-
-def _redlock_py(job: Job) -> Library:
-    """One manager for all contenders. It tries three times, and then gives up."""
-    from redlock import MultipleRedlockException, Redlock
-
-    manager = Redlock(job.urls)
-    errors = (MultipleRedlockException,)
-    return Library(lambda key: _RedlockPyLock(manager, key), errors, errors)
-
-
-LIBRARIES: dict[str, Callable[[Job], Library]] = {
-    "none": _no_lock,
-    "redbolt": _redbolt,
-    "redis-py": _redis_py,
-    "redlock-py": _redlock_py,
-}
-
-
 # ---- the process ----
 
 
-class _Lines:
-    """Lines from the parent. When there can be no more, the process ends, whatever it is doing."""
-
-    def __init__(self) -> None:
-        self._lines: list[bytes] = []
-        self._arrived = threading.Condition()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        rest = b""
-        while data := os.read(0, 65536):
-            *lines, rest = (rest + data).split(b"\n")
-            with self._arrived:
-                self._lines += lines
-                self._arrived.notify()
-        os._exit(1)
-
-    def next(self) -> bytes:
-        with self._arrived:
-            self._arrived.wait_for(lambda: self._lines)
-            return self._lines.pop(0)
-
-
-def _warm_up(lock: Holder, library: Library, shelf: Shelf) -> None:
-    """Have the connections made: one cycle of a lock that nobody else wants."""
-    until = time.monotonic() + WARM_UP
-    while True:
-        try:
-            if lock.acquire():
-                break
-        except library.unavailable:
-            pass
-        if time.monotonic() > until:
-            raise TimeoutError(f"a lock that nobody else wants was not granted in {WARM_UP} s")
-    shelf.left()
-    try:
-        lock.release()
-    except library.unreleased:
-        pass
-
-
 def main() -> None:
-    lines = _Lines()
+    lines = Lines()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints goes where the errors go
 
@@ -276,20 +158,23 @@ def main() -> None:
 
     job = Job(**json.loads(lines.next()))
     try:
-        library = LIBRARIES[job.library](job)
+        library = LIBRARIES[job.library](job.urls, job.options)
         shelf = _RedisShelf(job.urls[0], job.stock)
-    except ImportError as error:
+    except (ImportError, Unfit) as error:
         tell({"missing": str(error)})
         return
 
     market = Market(0, job.most)
     warm = threading.Barrier(job.contenders + 1)
     start = threading.Event()
+    locks: list[Holder] = []
 
     def one(number: int) -> Tally:
         try:
-            _warm_up(library.lock(f"{job.key}:{number}"), library, shelf)
+            warm_up(library.lock(f"{job.key}:{number}"), library)
+            shelf.left()
             lock = library.lock(job.key)
+            locks.append(lock)
             warm.wait(2 * WARM_UP)
             start.wait()
             return contend(lock, library, shelf, market)
@@ -322,6 +207,8 @@ def main() -> None:
             "waits": [list(tally.wait_ns) for tally in done],
             "gave_up": sum(tally.gave_up for tally in done),
             "unreleased": sum(tally.unreleased for tally in done),
+            "notes": sorted(library.notes),
+            **tries_and_grants(locks),
         }
     )
 

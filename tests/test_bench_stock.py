@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -10,18 +11,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import redis
 
 from bench import stock
-from bench.stock import arguments, judge, main
+from bench.contenders import LIBRARIES, Holder, Library, Unfit
+from bench.environments import Unavailable
+from bench.peers import CONTENDING, Contending
+from bench.stock import arguments, first_last, judge, main
 from bench.stock_run import Account, Entry, Missing, Place, Worker, run, split, unevenness
-from bench.stock_worker import LIBRARIES, Holder, Job, Library, Market, Shelf, Tally, contend
+from bench.stock_targets import targets
+from bench.stock_worker import Job, Market, Shelf, Tally, contend, tries_and_grants
+from redbolt import Node
 from redbolt.local import LocalNode, LocalNodes
-from tests.kit.clients import SLACK, eventually
+from tests.kit.clients import SLACK, eventually, raw
 from tests.kit.ports import ports
 
+PINS = Path(stock.__file__).parent / "pins"
 LONG_NS = 600 * 10**9
 LOCK, NO_LOCK = Entry("a lock", "none"), Entry("no lock", "none", locked=False)
 
@@ -51,6 +60,8 @@ print(json.dumps({"sales": sales, "waits": waits, "gave_up": 3, "unreleased": 2}
         ["--limit", "nan"],
         ["--contenders", "2", "--processes", "3"],
         ["--nodes", "3"],
+        ["--stop"],
+        ["--stop", "--nodes", "5", "--peers"],
         ["--contenders", "many"],
         ["--fast"],
     ],
@@ -74,18 +85,70 @@ def test_quick_is_less_work_unless_told_otherwise() -> None:
 @pytest.mark.parametrize("nodes", [1, 5])
 def test_the_rows_are_both_engines_a_peer_one_alone_and_no_lock(nodes: int) -> None:
     rows = stock.entries(nodes)
-    assert [dict(row.options).get("engine") for row in rows] == [None, "native", "pure", None, None]
-    assert [row.library for row in rows[3:]] == [{1: "redis-py", 5: "redlock-py"}[nodes], "none"]
-    assert [row.alone for row in rows] == [True, False, False, False, False]
-    assert [row.locked for row in rows] == [True, True, True, True, False]
+    options = [dict(row.options) for row in rows if row.library == "redbolt" and not row.alone]
+    assert options == [
+        {"engine": "native"},
+        {"engine": "native", "renewed": True},
+        {"engine": "native", "local_queue": False},
+        {"engine": "pure"},
+    ]
+    assert [row.library for row in rows[5:]] == [{1: "redis-py", 5: "redlock-py"}[nodes], "none"]
+    assert [row.title for row in rows if row.alone] == [rows[0].title]
+    assert [row.title for row in rows if not row.locked] == ["no lock"]
     assert {row.library for row in rows} <= {*LIBRARIES}
     assert len({row.title for row in rows}) == len(rows)
+
+
+def test_when_a_node_stops_only_rows_of_redbolt_are_run() -> None:
+    assert {row.library for row in stock.entries(5, stop=True)} == {"redbolt"}
+
+
+def test_every_peer_has_a_library_and_its_pinned_environment() -> None:
+    for peer in CONTENDING:
+        assert peer.library in LIBRARIES or peer.library == "node-redlock"
+        assert (PINS / f"{peer.packages[0]}.txt" if peer.packages else PINS / "node-redlock").exists()
+
+
+def peers_are(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Peers of one node; "missing" cannot be installed, the others sell as told."""
+
+    class Peer(Contending):
+        def program(self, what: str) -> tuple[list[str], dict[str, str]]:
+            assert what == "stock_worker"
+            if self.name == "missing":
+                raise Unavailable("no network")
+            return [*program(SELLER, "[[5]]")], {"NAME": self.name}
+
+    peers = [Peer(name, name, (name,), many_nodes=False) for name in names]
+    many = Peer("for many nodes", "missing", (), many_nodes=True)
+    monkeypatch.setattr(stock, "CONTENDING", [*peers, many, Peer("no stock", "any", (), False, stock=False)])
+
+
+def test_peers_run_in_their_environments_with_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers_are(monkeypatch, "one", "two")
+    rows = stock.peers(1, required=True)
+    assert [(row.title, row.library, row.env) for row in rows] == [
+        (name, name, (("NAME", name),)) for name in ("one", "two")
+    ]
+    assert rows[0].command == program(SELLER, "[[5]]")
+
+
+def test_a_peer_that_cannot_be_had_ends_the_run_or_is_a_row_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: Place
+) -> None:
+    peers_are(monkeypatch, "one", "missing")
+    rows = stock.peers(1, required=False)
+    assert [row.unfit for row in rows] == ["", "no network"]
+    with pytest.raises(Missing, match="no network"):
+        run(rows[1], place, "bench:unfit")
+    assert main(["--peers"]) == 1
+    assert capsys.readouterr().err == "bench: missing: no network\n"
 
 
 # ---- the account ----
 
 
-def account(*sales: list[int], taken: int | None = None, work: int | None = None, **more: int) -> Account:
+def account(*sales: list[int], taken: int | None = None, work: int | None = None, **more: Any) -> Account:
     """Of one process that began at 1000; it took as much as was sold."""
     sold = sum(map(len, sales))
     taken = sold if taken is None else taken
@@ -173,6 +236,137 @@ def test_the_share_of_processes_is_per_contender() -> None:
     assert done.process_share == pytest.approx(1 / 3)
     assert judge(LOCK, [done], [])["process_share"] == done.process_share
     assert "process_share" not in judge(LOCK, [account([1100])], [])
+
+
+@pytest.mark.parametrize(
+    ("stopping_ns", "taken", "gap_ns"),
+    [
+        (1250, 6, 600),  # from the sale before the stop to the one after it
+        (1300, 6, 600),  # a sale at that very moment is before it
+        (1950, 6, 400),  # later gaps count, too
+        (1050, 6, 600),  # where nothing was sold before, from the stop on
+        (2300, 6, 0),
+        (1950, 5, 700),  # the rest was not sold until the time was over
+        (2500, 5, 700),
+    ],
+)
+def test_the_longest_gap_is_between_any_two_sales_from_the_last_before_the_stop(
+    stopping_ns: int, taken: int, gap_ns: int
+) -> None:
+    sales = [[1100, 2300], [1300, 1900], [1200, 1900]]
+    done = Account(sales, [3], [], taken, 6, 1000, stopping_ns=stopping_ns, end_ns=3000)
+    assert done.gap_ns == gap_ns
+
+
+def test_the_gap_is_of_the_worst_pass_and_a_stop_that_came_too_late_is_told() -> None:
+    stopped = [
+        Account([[1100, 1200, 1200 + gap]], [1], [1] * 3, 3, 3, 1000, 0, 0, 0, 0, 1150, 1250, 3000)
+        for gap in (100, 900, 300)
+    ]
+    row = judge(LOCK, stopped, [])
+    assert row["gap_ms"] == 900 / 1e6
+    assert row["notes"] == []
+    assert "gap_ms" not in judge(LOCK, [account([1100])], [])
+    late = replace(stopped[0], stopped_ns=1300)
+    assert "nothing was sold after" in judge(LOCK, [stopped[0], late], [])["notes"][0]
+    assert "nothing was sold after" in judge(LOCK, [replace(late, stopped_ns=0)], [])["notes"][0]
+
+
+def test_tries_per_grant_are_shown_where_the_library_counts_them() -> None:
+    done = [account([1100], tries=tries, grants=2) for tries in (3, 2, 8)]
+    assert judge(LOCK, done, [])["tries_per_grant"] == 1.5
+    assert "tries_per_grant" not in judge(LOCK, [account([1100])], [])
+
+
+def test_what_contenders_note_is_told_once() -> None:
+    done = replace(account([1100]), notes=("beware",))
+    assert judge(LOCK, [done, done], [])["notes"] == ["beware"]
+
+
+# ---- the targets ----
+
+NATIVE = Entry("", "redbolt", (("engine", "native"),))
+LOCAL = replace(NATIVE, options=(("engine", "native"), ("renewed", True)))
+
+
+def ran(rate: float, **more: Any) -> Account:
+    """So many sales in a second by two contenders, evenly."""
+    each = int(rate) // 2
+    times = [1000 + (number + 1) * 10**9 // each for number in range(each)]
+    return Account([times, times], [1, 1], [7], 2 * each, 2 * each, 1000, **more)
+
+
+def verdicts(
+    entry: Entry, shape: tuple[int, int, int], *done: Account, stopped: bool = False, **others: Account
+) -> dict[str, Any]:
+    rows = {name.replace("_", "-"): [other] * len(done) for name, other in others.items()}
+    found = targets(entry, shape, stopped, done, rows)
+    return {one["target"]: (pytest.approx(one["measured"], rel=0.01), one["met"]) for one in found}
+
+
+@pytest.mark.parametrize(
+    ("shape", "local", "swapped"),
+    [((100, 1, 1), 1.0, 0.85), ((100, 1, 5), 1.4, 0.95), ((100, 4, 5), 1.2, 0.75)],
+)
+def test_targets_beside_one_alone(shape: tuple[int, int, int], local: float, swapped: float) -> None:
+    for entry, bound in ((LOCAL, local), (NATIVE, swapped)):
+        for share, met in ((1.02, True), (0.98, False)):
+            found = verdicts(entry, shape, ran(2000 * bound * share), redbolt=ran(2000))
+            assert found[f"x alone >= {bound:g}"] == (bound * share, met)
+
+
+def test_targets_of_one_process_are_also_about_how_even_half_way_was() -> None:
+    even, uneven = account([1001, 1003], [1002, 1004]), account([1001, 1002], [1003, 1004])
+    for nodes in (1, 5):
+        assert verdicts(NATIVE, (100, 1, nodes), even)["at half-way <= 1.1"] == (1.0, True)
+        assert verdicts(NATIVE, (100, 1, nodes), uneven)["at half-way <= 1.1"] == (2.0, False)
+
+
+def test_targets_of_processes_on_five_nodes() -> None:
+    good = ran(100)
+    assert verdicts(NATIVE, (100, 4, 5), good) == {
+        "p99 wait ms <= 120": (7 / 1e6, True),
+        "processes min/max >= 0.6": (1.0, True),
+        "starved <= 0": (0, True),
+    }
+    bad = replace(good, sales=[good.sales[0], []], waits=[121_000_000])
+    assert verdicts(NATIVE, (100, 4, 5), bad) == {
+        "p99 wait ms <= 120": (121.0, False),
+        "processes min/max >= 0.6": (0.0, False),
+        "starved <= 0": (1, False),
+    }
+    assert verdicts(NATIVE, (100, 4, 5), good, good, bad)["p99 wait ms <= 120"] == (7 / 1e6, True)
+    assert verdicts(NATIVE, (100, 4, 5), good, good, bad)["starved <= 0"] == (1, False)
+
+
+def test_the_target_of_ten_processes_is_beside_python_redis_lock() -> None:
+    assert verdicts(NATIVE, (100, 10, 1), ran(400)) == {"starved <= 0": (0, True)}
+    for times, met in ((3.1, True), (2.9, False)):
+        found = verdicts(NATIVE, (100, 10, 1), ran(400 * times), python_redis_lock=ran(400))
+        assert found["x python-redis-lock >= 3"] == (times, met)
+
+
+def test_with_a_stopped_node_the_target_is_the_gap() -> None:
+    for gap_ns, met in ((150_000_000, True), (151_000_000, False)):
+        done = Account([[1000, 1000 + gap_ns]], [1], [], 2, 2, 900, stopping_ns=1000)
+        found = verdicts(NATIVE, (100, 4, 5), done, stopped=True, redbolt=ran(20))
+        assert found == {"longest gap ms <= 150": (gap_ns / 1e6, met)}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Entry("", "redis-py"),
+        Entry("", "redbolt", alone=True),
+        Entry("", "redbolt", (("engine", "pure"),)),
+        Entry("", "redbolt", (("engine", "native"), ("local_queue", False))),
+    ],
+    ids=["peer", "alone", "pure", "no queue"],
+)
+def test_other_rows_and_other_shapes_have_no_targets(entry: Entry) -> None:
+    assert verdicts(entry, (100, 1, 1), ran(20), redbolt=ran(20)) == {}
+    assert verdicts(NATIVE, (99, 2, 1), ran(20), redbolt=ran(20)) == {}
+    assert verdicts(NATIVE, (100, 1, 1)) == {}
 
 
 def test_contenders_are_spread_evenly() -> None:
@@ -294,6 +488,64 @@ def test_two_that_read_before_either_has_written_sell_the_same_piece_twice() -> 
     assert judge(LOCK, [found], [])["failed"]
 
 
+def test_tries_and_grants_are_those_of_each_queue_once() -> None:
+    one, two = SimpleNamespace(tries=5, grants=2), SimpleNamespace(tries=1, grants=1)
+    locks: list[Any] = [SimpleNamespace(_queue=queue) for queue in (one, two, one)]
+    assert tries_and_grants(locks) == {"tries": 6, "grants": 3}
+    assert tries_and_grants([*locks, Fake(), *[SimpleNamespace(_queue=None)]]) == {"tries": 6, "grants": 3}
+    assert tries_and_grants([Fake()]) == {}
+
+
+# ---- how redbolt's locks are made ----
+
+
+class Made:
+    """A lock that remembers its words; it can be told that its lease is renewed."""
+
+    _renewed = False
+
+    def __init__(
+        self, client: str, name: str, *, timeout: float, engine: str, local_queue: bool = True
+    ) -> None:
+        self.words = (client, name, timeout, engine, local_queue)
+
+
+class Older(Made):
+    """One that knows neither."""
+
+    __slots__ = ()
+
+    def __init__(self, client: str, name: str, *, timeout: float, engine: str) -> None:
+        super().__init__(client, name, timeout=timeout, engine=engine)
+
+
+def made(monkeypatch: pytest.MonkeyPatch, kind: type[Made], **options: Any) -> tuple[Any, Library]:
+    monkeypatch.setattr("redbolt.Lock", kind)
+    library = LIBRARIES["redbolt"](["redis://127.0.0.1:7"], {"engine": "pure", **options})
+    return library.lock("key"), library
+
+
+def test_a_lock_without_its_queue_is_made_where_redbolt_knows_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made(monkeypatch, Made)[0].words == ("redis://127.0.0.1:7", "key", 10, "pure", True)
+    assert made(monkeypatch, Made, local_queue=False)[0].words[-1] is False
+    assert made(monkeypatch, Older)[0].words[-1] is True
+    with pytest.raises(Unfit, match="no local_queue"):
+        made(monkeypatch, Older, local_queue=False)
+
+
+def test_a_lock_is_told_that_its_lease_is_renewed_where_redbolt_knows_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock, library = made(monkeypatch, Made, renewed=True)
+    assert lock._renewed
+    assert library.notes == set()
+    assert not made(monkeypatch, Made)[0]._renewed
+    monkeypatch.delattr(Made, "_renewed")
+    lock, library = made(monkeypatch, Made, renewed=True)
+    assert not hasattr(lock, "_renewed")
+    assert [*library.notes] == ["this redbolt knows no renewed leases: they are fixed"]
+
+
 # ---- the processes ----
 
 
@@ -348,6 +600,25 @@ def test_another_program_can_follow_the_protocol(place: Place) -> None:
     done = run(entry, place, "bench:other")
     assert [[ns - done.start_ns for ns in times] for times in done.sales] == [[5, 6], [7], [5, 6], [7]]
     assert (done.taken, done.oversold, done.gave_up, done.unreleased) == (0, 6, 6, 4)
+
+
+COUNTING = """
+import types, bench.stock_worker as worker
+queue = types.SimpleNamespace(tries=3, grants=2)
+def library(urls, options):
+    def lock(key):
+        made = worker.LIBRARIES["none"](urls, options).lock(key)
+        made._queue = queue
+        return made
+    return worker.Library(lock, notes={"beware"})
+worker.LIBRARIES["counting"] = library
+worker.main()
+"""
+
+
+def test_tries_grants_and_notes_are_those_of_all_processes(place: Place) -> None:
+    done = run(Entry("counting", "counting", command=program(COUNTING)), place, "bench:counting")
+    assert (done.tries, done.grants, done.notes) == (6, 4, ("beware",))
 
 
 def test_a_library_that_is_not_there_is_missing(place: Place) -> None:
@@ -414,20 +685,22 @@ TINY = ["--contenders", "6", "--processes", "2", "--work", "120", "--passes", "1
 def test_a_tiny_run_has_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(TINY) == 0
     out, err = capsys.readouterr()
-    assert "bench: redbolt Lock, native" in err
+    assert "bench: redbolt Lock, native, compare-and-set" in err
     assert "6 threads in 2 processes, 1 node, 120 deductions" in out
     rows = table(out)
     assert [*rows] == [entry.title for entry in stock.entries(1)]
     for title, row in rows.items():
+        if row["notes"].startswith("not run: this redbolt knows no"):
+            continue
         assert float(row["deductions/s"].replace(",", "")) > 0
-        assert row["notes"] == ""
+        assert row["notes"] in ("", "this redbolt knows no renewed leases: they are fixed")
         if title == "no lock":
             assert int(row["oversold"]) > 0
             continue
         assert row["oversold"] == "0"
         assert 0 < int(row["max"]) <= 120
         assert 0 <= int(row["starved"]) < 6
-        assert all(row[head] for head in row if head not in ("notes", "processes min/max"))
+        assert all(row[head] for head in row if head not in ("notes", "processes min/max", "tries/grant"))
     assert rows["redbolt Lock, one thread alone"]["max"] == "120"
 
 
@@ -437,12 +710,13 @@ def test_a_tiny_run_on_five_nodes_in_even_shares(capsys: pytest.CaptureFixture[s
     assert main([*TINY, "--nodes", "5", "--even"]) == 0
     rows = table(capsys.readouterr().out)
     assert [*rows] == [entry.title for entry in stock.entries(5)]
-    for title in ("redbolt RedLock, native", "redbolt RedLock, pure", "redlock-py"):
+    native, pure = (f"redbolt RedLock, {engine}, compare-and-set" for engine in ("native", "pure"))
+    for title in (native, pure, "redlock-py"):
         assert (rows[title]["starved"], rows[title]["max"], rows[title]["oversold"]) == ("0", "20", "0")
 
 
 def rows_are(monkeypatch: pytest.MonkeyPatch, *rows: Entry) -> None:
-    monkeypatch.setattr(stock, "entries", lambda nodes: [*rows])
+    monkeypatch.setattr(stock, "entries", lambda nodes, stop: [*rows])
 
 
 def test_a_lock_that_does_nothing_is_found_out(
@@ -488,8 +762,76 @@ def test_a_row_that_breaks_or_is_missing_does_not_stop_the_others(
     assert table(out)["alone"]["oversold"] == "0"
 
 
-def test_the_worker_needs_nothing_of_ours_to_be_imported() -> None:
-    """So that it runs in an environment that has only redis-py and another library."""
-    text = Path(stock.__file__).with_name("stock_worker.py").read_text()
-    imports = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
-    assert not [line for line in imports if "redbolt" in line or "bench" in line or "redis" in line]
+def test_the_first_node_of_the_common_order_comes_last() -> None:
+    with LocalNodes(3) as nodes:
+        ordered = first_last([*nodes])
+        assert {node.url for node in ordered} == {node.url for node in nodes}
+        assert Node.from_url(ordered[-1].url).address == min(
+            Node.from_url(node.url).address for node in nodes
+        )
+
+
+# Each sale takes a moment, so that the stop comes in time.
+SLOW = """
+import bench.stock_worker as worker, time
+put = worker._RedisShelf.put
+worker._RedisShelf.put = lambda self, left: (time.sleep(0.005), put(self, left))
+worker.main()
+"""
+
+
+def test_a_node_is_stopped_half_way_and_resumed() -> None:
+    entry = Entry("redbolt", "redbolt", (("engine", "pure"),), command=program(SLOW))
+    with LocalNodes(3) as nodes:
+        urls = [node.url for node in nodes]
+        place = Place(urls, contenders=2, processes=1, work=60, seconds=60 * SLACK, stop=nodes[2])
+        done = run(entry, place, "bench:stop")
+        assert (
+            done.start_ns
+            < done.stopping_ns
+            < done.stopped_ns
+            < max(ns for times in done.sales for ns in times)
+        )
+        assert 10 <= sum(ns < done.stopping_ns for times in done.sales for ns in times) <= 50
+        assert (done.sold, done.oversold) == (60, 0)
+        assert 0 < done.sold_while_stopped <= 50
+        assert raw(nodes[2], "PING")
+        hasty = run(entry, replace(place, seconds=0), "bench:hasty")
+        assert (hasty.stopping_ns, hasty.stopped_ns) == (0, 0)
+
+
+def test_a_run_with_a_stop_tells_the_longest_gap(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows_are(monkeypatch, Entry("redbolt", "redbolt", (("engine", "pure"),), command=program(SLOW)))
+    told = ["--nodes", "5", "--stop", "--contenders", "2", "--work", "60", "--passes", "1"]
+    assert main(told) == 0
+    out = capsys.readouterr().out
+    assert "60 deductions, one node stopped half-way" in out
+    row = next(iter(table(out).values()))
+    assert 5 < float(row["longest gap ms"]) < 60_000
+    assert row["targets and notes"].startswith("longest gap ms <= 150: ")
+    assert "nothing was sold" not in row["targets and notes"]
+
+
+def test_targets_stand_beside_their_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seller = program(SELLER, json.dumps([[1000, 1001, 1002]] * 60 + [[2000]] * 40))
+    native = Entry("native", "redbolt", (("engine", "native"),), locked=True, command=seller)
+    monkeypatch.setattr(Account, "oversold", 0)  # it touches no stock
+    rows_are(monkeypatch, native, Entry("peer", "redis-py", command=seller))
+    assert main(["--work", "220", "--passes", "1"]) == 0
+    rows = table(capsys.readouterr().out)
+    assert rows["native"]["targets and notes"].startswith("at half-way <= 1.1: 1.33 **missed**; ")
+    assert "at half-way" not in rows["peer"]["targets and notes"]
+
+
+def test_the_programs_of_contenders_need_only_the_standard_library() -> None:
+    """So that they run in an environment that has only another library."""
+    programs = ("stock_worker", "handoff_worker")
+    code = "import sys; sys.path.append(sys.argv[1]); import " + ", ".join(
+        f"bench.{name}" for name in programs
+    )
+    root = Path(stock.__file__).parents[1]
+    subprocess.run([sys.executable, "-I", "-S", "-c", code, str(root)], check=True, timeout=60 * SLACK)

@@ -20,7 +20,7 @@ from bench import environments
 from bench.environments import Unavailable
 from bench.runner import LEASE_MS, Slice
 
-__all__ = ["PEERS", "Peer", "Worker"]
+__all__ = ["PEERS", "Peer", "Process", "Worker"]
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -29,8 +29,8 @@ GRACE = 30.0
 """Seconds that a slice may take longer than it was asked to."""
 
 
-class Worker:
-    """A row whose cycles run in another process; worker.py tells what is said between the two.
+class Process:
+    """Another process, spoken to in lines of JSON; the first one is answered with the versions in use.
 
     It runs on the cores that this process is on at the time, as a row of this process would.
     """
@@ -40,12 +40,10 @@ class Worker:
         name: str,
         command: Sequence[str],
         urls: Sequence[str],
-        key: str,
         env: Mapping[str, str] | None = None,
-        grace: float = GRACE,
+        **begin: Any,
     ) -> None:
         self.name = name
-        self._grace = grace
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         self._cores: set[int] = set()
         try:
@@ -60,24 +58,21 @@ class Worker:
         except OSError as error:
             self._said.close()
             raise Unavailable(f"it cannot be started: {error}") from None
-        nodes = [{"url": url, **_address(url)} for url in urls]
         try:
-            begun = self._ask({"nodes": nodes, "key": key, "lease_ms": LEASE_MS}, START_WITHIN)
+            self.say({"nodes": [{"url": url, **_address(url)} for url in urls], **begin})
+            begun = self.hear(START_WITHIN)
         except RuntimeError as error:
             self.close()
             raise Unavailable(f"it does not start: {str(error).splitlines()[-1]}") from None
         except BaseException:
             self.close()
             raise
+        if "missing" in begun:
+            self.close()
+            raise ImportError(begun["missing"])
         self.versions: str = begun["versions"]
 
-    def run(self, seconds: float, limit: int) -> Slice:
-        """Run cycles for so long, at most so many."""
-        self._follow()
-        done = self._ask({"seconds": seconds, "limit": limit}, seconds + self._grace)
-        return Slice(array("q", done["took_ns"]), done["rate"])
-
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """Put the worker, all its threads, on the cores of this process."""
         if not hasattr(os, "sched_getaffinity"):
             return
@@ -91,22 +86,35 @@ class Worker:
                 continue  # the thread ended; new ones inherit the cores
         self._cores = cores
 
-    def _ask(self, words: Mapping[str, Any], patience: float) -> Any:
+    def say(self, words: Mapping[str, Any]) -> None:
+        """Say something that is to be answered."""
         assert self._process.stdin
         line = json.dumps(words).encode() + b"\n"
         try:
             self._process.stdin.write(line)
         except BrokenPipeError:
             raise self._broken("has ended") from None
+
+    def hear(self, patience: float) -> Any:
+        """The answer, within so many seconds.
+
+        Raises:
+            RuntimeError: there is none; with what the process said about it.
+        """
         answer = self._answer(patience)
         try:
             return json.loads(answer)
         except ValueError:
             raise self._broken(f"answered {answer[:80]!r}") from None
 
-    def _answer(self, patience: float) -> bytes:
+    @property
+    def output(self) -> int:
+        """The descriptor from which its answers come."""
         assert self._process.stdout
-        out = self._process.stdout.fileno()
+        return self._process.stdout.fileno()
+
+    def _answer(self, patience: float) -> bytes:
+        out = self.output
         end = time.monotonic() + patience
         answer = bytearray()
         while not answer.endswith(b"\n"):
@@ -136,6 +144,29 @@ class Worker:
             self._process.wait()
         self._process.stdout.close()
         self._said.close()
+
+
+class Worker(Process):
+    """A row whose cycles run in another process; worker.py tells what is said between the two."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        urls: Sequence[str],
+        key: str,
+        env: Mapping[str, str] | None = None,
+        grace: float = GRACE,
+    ) -> None:
+        self._grace = grace
+        super().__init__(name, command, urls, env, key=key, lease_ms=LEASE_MS)
+
+    def run(self, seconds: float, limit: int) -> Slice:
+        """Run cycles for so long, at most so many."""
+        self.follow()
+        self.say({"seconds": seconds, "limit": limit})
+        done = self.hear(seconds + self._grace)
+        return Slice(array("q", done["took_ns"]), done["rate"])
 
 
 def _address(url: str) -> dict[str, Any]:
