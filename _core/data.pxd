@@ -178,6 +178,7 @@ cdef struct Engine_:
     pthread_mutex_t mutex
     int nodes
     NodeState** node
+    int[MOST_NODES] order       # in which they are written to
     Channel* idle
     Channel* idle_watch[2]      # plain, tracking
     int watches                 # in use

@@ -5,7 +5,7 @@ import atexit
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 
 from redbolt import _clock
-from redbolt._engine import MAX_KEY
+from redbolt._engine import MAX_KEY, common_order
 
 cdef Py_ssize_t longest = MAX_KEY
 cdef int64_t DELETE_LIFE_NS = 60_000_000_000
@@ -104,6 +104,8 @@ cdef class Engine:
             raise MemoryError()
         for i, node in enumerate(self.nodes):
             e.node[i] = node_new(node)
+        for i, place in enumerate(reversed(common_order(self.nodes))):
+            e.order[i] = place
         self.e = e
         self.generation = rb_generation
         with nogil:

@@ -112,7 +112,7 @@ cdef void run_round(Round* r) noexcept nogil:
         r.started_ns = rb_now_ns()
     ch.active = 1
     for i in range(e.nodes):
-        begin_node(r, i)
+        begin_node(r, e.order[i])
     if r.waits:
         wait_for_votes(r)
         if r.forked:  # this is a child now, and nothing of the round belongs to it

@@ -57,7 +57,7 @@ __all__ = [
     "Watch",
     "choose",
     "chosen",
-    "close_engines",
+    "close_engines", "common_order",
     "engine",
     "engine_for",
 ]  # fmt: skip
@@ -312,6 +312,13 @@ class Watch(Protocol):
         """End its use: the connections are kept for the next watch for a while, or retired where something
         was subscribed to. Idempotent.
         """
+
+
+def common_order(nodes: tuple[Node, ...]) -> tuple[int, ...]:
+    """The indexes of nodes in an order that all processes have in common. Rounds write to them from the last
+    to the first: who waits listens to the first, and when that tells of a release the others know of it, too.
+    """
+    return tuple(sorted(range(len(nodes)), key=lambda index: nodes[index].address))
 
 
 class EngineChoice(NamedTuple):

@@ -15,12 +15,14 @@ from typing import Final, Protocol
 from redbolt import _process
 from redbolt._clock import now_ns, on_offset
 from redbolt._drive import Target
-from redbolt._engine import Engine, Gate, Votes
+from redbolt._engine import Engine, Gate, Votes, common_order
 from redbolt._programs import Program
 from redbolt.lease import Lease
 
 __all__ = ["PATIENCE_NS", "Queue", "Waiter", "Waiting", "queue_for"]
 
+_JUST_NS: Final = 2_000_000
+_LONG_NS: Final = 1_000_000_000
 PATIENCE_NS: Final = 20_000_000
 """So long the first in line trusts that a holder in this process will hand the lock on."""
 
@@ -125,6 +127,7 @@ class Queue:
         handoffs: how often the lock was handed on since it was last taken from the servers.
         freed: grows with each release to the servers.
         freed_ns: when that was last done while others of the process waited.
+        usual_ns: how long it usually takes until the lock is got back, when rivals have it in between.
         moved_ns: when the lock was last handed on, or was about to be, if it was not released since.
         aware: the waiter that knows that it is the first.
         sentinel: a waiter in line that wakes the first one, which may not know that it is, when nothing has
@@ -142,13 +145,12 @@ class Queue:
     __slots__ = (
         "__weakref__", "aware", "engine", "freed", "freed_ns", "grants", "handoffs", "lease", "moved_ns",
         "order", "raced_ns", "renewing_ns", "seen", "sentinel", "stuck_ns", "tries", "type_ns",
-        "unheard", "waiters", "way",
+        "unheard", "usual_ns", "waiters", "way",
     )  # fmt: skip
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        nodes = engine.nodes
-        self.order = tuple(sorted(range(len(nodes)), key=lambda index: nodes[index].address))
+        self.order = common_order(engine.nodes)
         self.way = Waiting("tracking", "not waited yet")
         self.reset()
         _queues.add(self)
@@ -162,6 +164,7 @@ class Queue:
         self.aware: Waiter | None = None
         self.sentinel: Waiter | None = None
         self.seen: Votes | None = None
+        self.usual_ns = 15_000_000
         self.unheard = [0] * len(self.engine.nodes)
         self.stuck_ns: dict[int, int] = {}
 
@@ -209,6 +212,13 @@ class Queue:
         waiter.gift.clear()
 
     # ---- for those who hold ----
+
+    def note_grant(self) -> None:
+        """The lock was got from the servers by one who waited."""
+        self.grants += 1
+        age_ns = now_ns() - self.freed_ns
+        if _JUST_NS < age_ns < _LONG_NS:
+            self.usual_ns += (age_ns - self.usual_ns) // 4
 
     def set_free(self, lease: Lease) -> None:
         """The lock was released to the servers."""

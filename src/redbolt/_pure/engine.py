@@ -94,6 +94,7 @@ class Engine:
     def __init__(self, nodes: tuple[Node, ...]) -> None:
         self.nodes = nodes
         self._size = len(nodes)
+        self._order = _engine.common_order(nodes)[::-1]
         self._pool = Pool(nodes)
         self._sites = self._pool.sites
 
@@ -302,9 +303,10 @@ class Engine:
             look.due_ns = task.due_ns
         index, form, data = plan.index, -1, b""
         rest: list[int] | None = None
-        at = 0
+        conns = channel.conns
         with channel.lock:
-            for conn in channel.conns:
+            for at in self._order:
+                conn = conns[at]
                 site = self._sites[at]
                 if (
                     conn is None
@@ -324,7 +326,6 @@ class Engine:
                     conn.busy = True
                     conn.put(task, form, data, look)
                     conn.busy = False
-                at += 1
         if rest is not None:
             for at in rest:
                 self._start_on(channel, task, at, now)

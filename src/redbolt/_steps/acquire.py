@@ -407,7 +407,7 @@ class _Turn:
                 self.tries += counts
                 if votes.verdict == GRANTED:
                     self.granted(votes)
-                    self.queue.grants += 1
+                    self.queue.note_grant()
                     return True
                 return (yield from self._conclude(votes, -1, counts))
         except BaseException:
@@ -490,7 +490,7 @@ class _Turn:
                     return None
             if both.verdict == GRANTED:
                 self.granted(both)
-                self.queue.grants += 1
+                self.queue.note_grant()
                 if self.all_at_once:
                     self.hearing.pass_over()
                 return True

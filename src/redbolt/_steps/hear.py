@@ -26,8 +26,9 @@ __all__ = ["WAYS", "Hearing"]
 WAYS: Final = ("tracking", "channel", "polling")
 _NEVER: Final = (1 << 63) - 1
 _GAP_NS: Final = 2_000_000  # between a wake that came to nothing and the answer to the next one
-_PATIENT_NS: Final = 15_000_000  # who had the lock and has waited for longer answers after a shorter one
-_LEAST_GAP_NS: Final = 500_000
+_GAPS: Final = 18  # with many rivals it is longer, so that there are about so many until it is our turn again
+_MOST_GAP_NS: Final = 10_000_000
+_LEAST_GAP_NS: Final = 500_000  # and shorter for who has waited for longer than usual
 _YIELD_S: Final = 800e-6  # who has just had the lock lets others go first for so long, and then competes
 _EVEN_S: Final = 400e-6  # processes that were told at once answer within this time, in a random order
 _AGE_S: Final = 0.01  # and sooner if they have waited for longer than this
@@ -220,8 +221,11 @@ class Hearing:
             pause = jitter(_EVEN_S)
             pause = _YIELD_S + pause if just else pause * min(1, _AGE_S * 1e9 / age_ns)
         gap_ns = _GAP_NS
-        if _PATIENT_NS < age_ns < _RACE_NS:
-            gap_ns = max(_LEAST_GAP_NS, gap_ns * _PATIENT_NS // age_ns)
+        if age_ns < _RACE_NS:
+            usual_ns = queue.usual_ns
+            gap_ns = max(gap_ns, min(usual_ns // _GAPS, _MOST_GAP_NS))
+            if age_ns > usual_ns:
+                gap_ns = max(_LEAST_GAP_NS, gap_ns * usual_ns // age_ns)
         return max(now, self._refused_ns + gap_ns) + int(pause * 1e9)
 
     # ---- listening ----
