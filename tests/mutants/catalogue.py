@@ -154,7 +154,7 @@ MUTANTS = (
     ),
     _both(
         "an exchange without a quorum is not taken back",
-        Change(PROGRAMS, "    undo=1,\n    after=2,", "    undo=3,\n    after=2,"),
+        Change(PROGRAMS, "    undo=19,\n    after=2,", "    undo=3,\n    after=2,"),
         tests=(f"{HAND_ON}::test_without_a_quorum_nothing_is_handed_on",),
     ),
     _both(
@@ -168,12 +168,16 @@ MUTANTS = (
     ),
     _both(
         "what was put back on a node is not released there",
-        Change(HANDING_ON, "        heir.touched |= lost\n", ""),
+        Change(HANDING_ON, "        heir.touched |= lost  # before it is there\n", ""),
         tests=(f"{ORDER}::test_what_is_put_back_on_a_node_is_released_there",),
     ),
     _both(
         "what was given to a waiter that then goes stays on the servers",
-        Change(LINE, "        if not waiter.accepted:\n            self.take_back_gift(waiter)\n", ""),
+        Change(
+            LINE,
+            "        if waiter.gift and not waiter.accepted:\n            self.take_back_gift(waiter)\n",
+            "",
+        ),
         tests=(f"{QUEUE}::test_leaving_without_having_taken_what_was_given",),
     ),
     _both(
