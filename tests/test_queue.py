@@ -25,7 +25,7 @@ from tests.kit.clients import SLACK, eventually, raw
 from tests.kit.line import AnyLock, Holder, Line, Stay, count_writes, nothing_left, token_on
 from tests.kit.monitor import Monitor
 from tests.kit.rounds import InBackground
-from tests.kit.waiting import FACES, NAME, Place, calls
+from tests.kit.waiting import FACES, NAME, Place, calls, settled
 from tests.programs import expect, finish, program, tell
 
 E = 0.15 * SLACK
@@ -237,15 +237,22 @@ def test_a_moved_clock_ends_the_time_of_all(place: Place, line: Line, clock) -> 
 # ---- those who are not like the others ----
 
 
+def tries(place: Place) -> int:
+    """How many have reached the servers, when no more are under way."""
+    # Servers that are slower than those that decide a round get an undo, too, which is a script.
+    names = ("evalsha", "eval") if place.face == "ReentrantLock" else ("set",)
+    return settled(lambda: sum(calls(server, *names) for server in place.servers))
+
+
 def test_a_number_of_tries_counts_pauses_in_line_too(place: Place, line: Line) -> None:
     place.take()
     line.join(0)
     counting = line.join(1, place.lock(retry=Retry(3, 0.05)))
     last = line.join(2)
     line.listens()
-    before = sum(calls(server, "set", "evalsha", "eval") for server in place.servers)
+    before = tries(place)
     assert counting.result() is False
-    assert sum(calls(server, "set", "evalsha", "eval") for server in place.servers) == before
+    assert tries(place) == before
     place.free()
     assert last.result()
     assert line.served == [0, 2]
@@ -294,9 +301,9 @@ def test_one_who_does_not_wait_does_not_stand_in_line(place: Place, line: Line, 
     place.take()
     line.join_all(range(3))
     line.listens()
-    asked = calls(place.servers[0], "set", "evalsha", "eval")
+    before = tries(place)
     assert place.lock().acquire(**arguments) is False
-    assert calls(place.servers[0], "set", "evalsha", "eval") == asked + 1
+    assert tries(place) == before + len(place.servers)
     assert line.size == 3
     place.free()
     line.end()

@@ -10,13 +10,24 @@ from typing import Any, NamedTuple
 import redbolt
 from redbolt import Lock, RedLock, ReentrantLock
 
-from .clients import Client, HasAddress, eventually, raw
+from .clients import SLACK, Client, HasAddress, eventually, raw
 from .resp import NIL, OK, command, error, push, reply_length
 from .rounds import InBackground
 from .scripted import Peer, ScriptedNode
 from .steps import Argv, Step, handshake, hang_up, unknown_command
 
-__all__ = ["FACES", "LIMITS", "NAME", "Limited", "Outcome", "Place", "Stranger", "calls", "take_and_release"]
+__all__ = [
+    "FACES",
+    "LIMITS",
+    "NAME",
+    "Limited",
+    "Outcome",
+    "Place",
+    "Stranger",
+    "calls",
+    "settled",
+    "take_and_release",
+]
 
 NAME = "name"
 FOREIGN = "somebody else's"
@@ -84,6 +95,16 @@ def calls(server: HasAddress, *names: str) -> int:
     """How often a server has run these commands since its statistics were last reset."""
     stats = raw(server, "INFO", "commandstats")
     return sum(int(stats.get(f"cmdstat_{name.lower()}", {"calls": 0})["calls"]) for name in names)
+
+
+def settled(count: Callable[[], int]) -> int:
+    """What a count comes to when nothing is under way any more: a round ends with its quorum, and the other
+    servers are still at it.
+    """
+    last = -1
+    while last != (last := count()):
+        time.sleep(0.03 * SLACK)
+    return last
 
 
 class Place:
