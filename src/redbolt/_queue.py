@@ -10,27 +10,23 @@ import os
 import threading
 import weakref
 from collections import deque
-from typing import Final, Protocol
+from typing import Final
 
 from redbolt import _process
 from redbolt._clock import now_ns, on_offset
-from redbolt._drive import Target
+from redbolt._drive import Ears, Target
 from redbolt._engine import Engine, Gate, Votes, common_order
 from redbolt._programs import Program
 from redbolt.lease import Lease
 
-__all__ = ["PATIENCE_NS", "Queue", "Waiter", "Waiting", "queue_for"]
+__all__ = ["JUST_NS", "PATIENCE_NS", "RACE_NS", "Queue", "Waiter", "Waiting", "queue_for"]
 
-_JUST_NS: Final = 2_000_000
-_LONG_NS: Final = 1_000_000_000
+JUST_NS: Final = 2_000_000
+"""Who has given the lock back that lately has "just" had it."""
+RACE_NS: Final = 1_000_000_000
+"""So long after a lost race there are rivals."""
 PATIENCE_NS: Final = 20_000_000
 """So long the first in line trusts that a holder in this process will hand the lock on."""
-
-
-class Ears(Protocol):
-    """What somebody who waits listens with; it can be told to look up."""
-
-    def poke(self) -> None: ...
 
 
 class Waiter:
@@ -59,10 +55,9 @@ class Waiter:
         gate: Gate,
         willing: bool = True,
         renewed: bool = False,
-        owner: int | None = None,
     ) -> None:
         self.target = target
-        self.owner = _process.owner() if owner is None else owner
+        self.owner = _process.owner()
         self.generation = _process.generation
         self.gate = gate
         self.willing = willing
@@ -217,7 +212,7 @@ class Queue:
         """The lock was got from the servers by one who waited."""
         self.grants += 1
         age_ns = now_ns() - self.freed_ns
-        if _JUST_NS < age_ns < _LONG_NS:
+        if JUST_NS < age_ns < RACE_NS:
             self.usual_ns += (age_ns - self.usual_ns) // 4
 
     def set_free(self, lease: Lease) -> None:

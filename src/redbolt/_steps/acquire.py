@@ -228,7 +228,8 @@ class _Turn:
         """Decide when to try again after a try that was not granted.
 
         Raises:
-            NodesUnavailable, SetupError: not at all.
+            NodesUnavailable: the nodes were away for a lease length, and nothing else ends the waiting.
+            SetupError: a quorum is impossible, and waiting cannot mend it.
         """
         self.votes = self.queue.seen = votes
         now = now_ns()
@@ -358,9 +359,9 @@ class _Turn:
             if self.last_chance:  # another try might not end in time; the whole budget is waited
                 yield Wait(waiter.gate, self.deadline_ns)
                 return None
-        counted = self.retry.count is not None
         if self.retry.count is not None and self.tries >= self.retry.count:
             return self.end()
+        counted = self.retry.count is not None
         trusts = queue.held_here() or now < queue.moved_ns + PATIENCE_NS
         if trusts and not (counted and now >= self.pause_ns):
             trust_ns = max(queue.moved_ns, self.aware_ns) + PATIENCE_NS
@@ -382,7 +383,7 @@ class _Turn:
             self.due_ns = now + _PENDING_NS
             return None
         counts = now >= self.pause_ns
-        return (yield from self._try(counts or self.retry.count is None))
+        return (yield from self._try(counts or not counted))
 
     def _await(self, now: int, due_ns: int) -> Generator[Step, Any, bool | None]:
         """Wait until then, or until there is an earlier reason to try; True if that was done at once, and

@@ -16,7 +16,7 @@ from redbolt._clock import now_ns
 from redbolt._drive import Ears, Listen, Step, Target
 from redbolt._engine import CHANGED, LIFE_TOLD, LOST, READY, Attempt, Engine, Event, Votes
 from redbolt._judge import GRANTED, REFUSED
-from redbolt._queue import Queue, Waiter, Waiting
+from redbolt._queue import JUST_NS, RACE_NS, Queue, Waiter, Waiting
 from redbolt._watch import ears_for
 from redbolt.errors import SetupError
 from redbolt.retry import jitter
@@ -32,8 +32,6 @@ _LEAST_GAP_NS: Final = 500_000  # and shorter for who has waited for longer than
 _YIELD_S: Final = 800e-6  # who has just had the lock lets others go first for so long, and then competes
 _EVEN_S: Final = 400e-6  # processes that were told at once answer within this time, in a random order
 _AGE_S: Final = 0.01  # and sooner if they have waited for longer than this
-_JUST_NS: Final = 2_000_000  # "just": that lately
-_RACE_NS: Final = 1_000_000_000  # so long after a lost race there are others
 _EVERY: Final = 4  # else that is found out after every so many releases
 _RENEWS_NS: Final = 60_000_000_000  # so long a change is taken for a renewal once one was
 _ENDLESS_NS: Final = 5_000_000_000  # a key without an end is looked at so often
@@ -82,11 +80,7 @@ class Hearing:
     # ---- how one listens ----
 
     def listens(self) -> bool:
-        """Whether there is something to listen to.
-
-        Raises:
-            SetupError: there is not, and the one way was asked for.
-        """
+        """Whether there is something to listen to."""
         return self._ways[0] != "polling"
 
     def fails(self) -> bool:
@@ -94,7 +88,11 @@ class Hearing:
         return self._losses > 1
 
     def _do_without(self, index: int) -> None:
-        """A node has not this way."""
+        """A node has not this way.
+
+        Raises:
+            SetupError: no node has, and it was the one that was asked for.
+        """
         self._deaf |= 1 << index
         if self._nodes > 1 and self._wanted():
             return
@@ -166,10 +164,6 @@ class Hearing:
         """The first node says yes, and the others no, again and again: listen to all of them."""
         self._wide = True
 
-    @property
-    def wide(self) -> bool:
-        return self._wide
-
     def _wanted(self) -> int:
         """A bit for each node to listen to."""
         if self._nodes == 1:
@@ -215,13 +209,13 @@ class Hearing:
     def _answer_ns(self, now: int) -> int:
         queue = self._queue
         age_ns = now - queue.freed_ns
-        just = age_ns < _JUST_NS
+        just = age_ns < JUST_NS
         pause = 0.0
-        if now < queue.raced_ns + _RACE_NS or (just and queue.freed % _EVERY == 0):
+        if now < queue.raced_ns + RACE_NS or (just and queue.freed % _EVERY == 0):
             pause = jitter(_EVEN_S)
             pause = _YIELD_S + pause if just else pause * min(1, _AGE_S * 1e9 / age_ns)
         gap_ns = _GAP_NS
-        if age_ns < _RACE_NS:
+        if age_ns < RACE_NS:
             usual_ns = queue.usual_ns
             gap_ns = max(gap_ns, min(usual_ns // _GAPS, _MOST_GAP_NS))
             if age_ns > usual_ns:
@@ -239,8 +233,8 @@ class Hearing:
             and self._losses == 0
             and not queue.held_here()
             and now >= queue.renewing_ns + _RENEWS_NS
-            and now >= queue.raced_ns + _RACE_NS
-            and now >= queue.freed_ns + _JUST_NS
+            and now >= queue.raced_ns + RACE_NS
+            and now >= queue.freed_ns + JUST_NS
             and now >= self._refused_ns + _GAP_NS
         )
 
