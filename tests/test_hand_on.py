@@ -341,7 +341,7 @@ def test_nothing_is_handed_on_without_the_line(place: Place) -> None:
 def test_every_server_can_do_it(kind: str, nodes: LocalNodes, face: str) -> None:
     """By a script, where it has no compare-and-set of its own; sent whole where it does not know it yet."""
     with Place(face, kind, list(nodes)) as place:
-        line = Line(place.lock)
+        line = Line(lambda **options: place.lock(node_timeout=LONG, **options))
         leases: list[Lease] = []
         with Monitor(place.servers[0]) as monitor:
             with place.lock():
@@ -353,8 +353,9 @@ def test_every_server_can_do_it(kind: str, nodes: LocalNodes, face: str) -> None
         shown = str(seen)
         assert all(lease.token.decode() in shown for lease in leases)
         # A server without the command is asked for it once.
-        assert 6 <= count_writes(seen).count("swap") <= 7
-        assert "drop" not in count_writes(seen)[count_writes(seen).index("swap") : -1]
+        written = count_writes(seen)
+        assert 6 <= written.count("swap") <= 7, shown
+        assert "drop" not in written[written.index("swap") : -1], shown
         nothing_left(place.servers)
 
 

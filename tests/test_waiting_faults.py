@@ -631,6 +631,39 @@ def test_the_first_node_keeps_a_token_of_nobody(five: Place) -> None:
         assert raw(first, "GET", NAME) == b"of nobody"
 
 
+def test_a_token_of_nobody_and_a_release_in_pieces(five: Place) -> None:
+    """A look at all nodes that comes too early is not the last one."""
+    first, second, *rest = five.in_order()
+    with others(five) as stranger, Stranger([first]) as other, Stranger([second]) as early:
+        stranger.ask(["SET", NAME, "x", "PX", 20_000])
+        other.ask(["SET", NAME, "of nobody", "PX", 30_000])
+        waiting = five.waiter()
+        before = calls(rest[-1], "PTTL")
+        early.ask(["DEL", NAME])
+        eventually(lambda: calls(rest[-1], "PTTL") > before, what="it looks at all nodes")
+        stranger.ask(["DEL", NAME])
+        freed = time.monotonic()
+        assert waiting.result().at - freed < SOON
+
+
+def test_a_token_of_nobody_and_a_look_at_stopped_nodes(five: Place) -> None:
+    """Nor is one that was not answered."""
+    first, second, *rest = five.in_order()
+    with others(five) as stranger, Stranger([first]) as other, Stranger([second]) as early:
+        stranger.ask(["SET", NAME, "x", "PX", 20_000])
+        other.ask(["SET", NAME, "of nobody", "PX", 30_000])
+        waiting = five.waiter()
+        for node in rest:
+            node.pause()  # type: ignore[attr-defined]
+        early.ask(["DEL", NAME])
+        time.sleep(0.1 + 2 * T)  # it has looked, and had no answer
+        for node in rest:
+            node.resume()  # type: ignore[attr-defined]
+        stranger.ask(["DEL", NAME])
+        freed = time.monotonic()
+        assert waiting.result().at - freed < SOON
+
+
 def test_a_token_of_nobody_from_the_start(five: Place) -> None:
     """Nobody holds anything else: the first try is granted by the other nodes."""
     with Stranger([first_of(five)]) as other:

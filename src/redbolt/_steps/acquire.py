@@ -45,6 +45,7 @@ _NEVER: Final = (1 << 63) - 1
 _PENDING_NS: Final = 1_000_000
 _SHORT_NS: Final = 2_000_000  # what is shorter is waited for at the gate, which is more exact than poll()
 _LOOK_NS: Final = 50_000_000
+_LONGEST_LOOK_NS: Final = 5_000_000_000
 _SPLIT_ROUNDS: Final = 4  # bound of the first pause after a split vote, in measured rounds; doubles with each
 _MOST_SPLITS: Final = 3  # after so many in a row it is no race: the others are held; all are listened to
 _FAULT_S: Final = 0.01  # bound of the first pause after a fault; doubles with each
@@ -215,6 +216,8 @@ class _Turn:
         self.eager = True  # whether something that it hears brings the try forward
         self.last_chance = False
         self.look_ns = _NEVER  # when all nodes are looked at, since only the first one has said no
+        self.looks = 0  # how often in a row that came to nothing
+        self.unsure = False  # whether the nodes could not say
         self.all_at_once = False
         if first is not None:
             self.tries = 1
@@ -395,6 +398,11 @@ class _Turn:
         if now >= self.look_ns:
             yield from self._look()
             return None
+        if self.look_ns == _NEVER:
+            if self.unsure or self.hearing.differs():
+                self.look_ns = now + min(_LOOK_NS << self.looks, _LONGEST_LOOK_NS)
+            else:
+                self.looks = 0
         votes: Votes | None = None
         ready: Attempt | None = None  # without rivals all nodes are asked at once
         if self.hearing.answers_at_once() and not (self.token and self.engine.pending(self.token)):
@@ -434,6 +442,8 @@ class _Turn:
         if votes.verdict == GRANTED:
             self.all_at_once = True
             self.due_ns = 0
+        self.looks = min(self.looks + 1, 20)
+        self.unsure = votes.verdict not in (GRANTED, REFUSED)
 
     def _mention_type(self) -> Generator[Step, Any, None]:
         """Say it once if the key is none that a lock makes."""
@@ -499,7 +509,8 @@ class _Turn:
             if others is not None and others.verdict == GRANTED:
                 target.take_back(engine, others.token, others.touched)
             raise
-        self.all_at_once = False
+        self.all_at_once = self.unsure = False
+        self.looks = 0
         self.hearing.refused(both)
         self.judge(both)
         return None

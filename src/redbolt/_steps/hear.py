@@ -151,6 +151,13 @@ class Hearing:
         if first in self._ends_ns:
             self._queue.stuck_ns[first] = self._ends_ns[first]
 
+    def differs(self) -> bool:
+        """Whether the key is gone on another node than the one that is asked first."""
+        first, now = self.first_node(), now_ns()
+        return first >= 0 and any(
+            index != first and ends_ns <= now for index, ends_ns in self._ends_ns.items()
+        )
+
     def _stuck(self) -> int:
         stuck, now = 0, now_ns()
         for index, until_ns in list(self._queue.stuck_ns.items()):
