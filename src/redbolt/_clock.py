@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["now_ns", "on_offset", "set_offset_ns", "sleep_until"]
+from redbolt import _process
+
+__all__ = ["now_ns", "nudge", "on_offset", "set_offset_ns", "sleep_until"]
 
 if hasattr(time, "CLOCK_BOOTTIME"):
     _CLOCK_ID = time.CLOCK_BOOTTIME
@@ -49,11 +50,17 @@ def on_offset(hook: Callable[[int], None]) -> None:
         hook(_offset_ns)
 
 
-def sleep_until(deadline_ns: int) -> None:
-    """Sleep until the clock reads ``deadline_ns`` or later."""
+def sleep_until(deadline_ns: int, unless: Callable[[], bool] | None = None) -> None:
+    """Sleep until the clock reads ``deadline_ns`` or later, or until ``unless()`` after a `nudge`."""
     with _moved:
-        while (left := deadline_ns - now_ns()) > 0:
+        while (left := deadline_ns - now_ns()) > 0 and not (unless is not None and unless()):
             _moved.wait(min(left / 1e9, threading.TIMEOUT_MAX))
+
+
+def nudge() -> None:
+    """Have all who sleep look again."""
+    with _moved:
+        _moved.notify_all()
 
 
 def _after_fork() -> None:
@@ -61,4 +68,4 @@ def _after_fork() -> None:
     _moved = threading.Condition()  # the old one may be held by a thread that the child does not have
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_process.on_fork(_after_fork)

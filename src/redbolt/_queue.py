@@ -6,7 +6,6 @@ and where two threads must not both act, the one acts whose ``pop`` succeeds.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import deque
@@ -322,4 +321,4 @@ def _after_fork() -> None:
 
 
 on_offset(_on_offset)
-os.register_at_fork(after_in_child=_after_fork)
+_process.on_fork(_after_fork)

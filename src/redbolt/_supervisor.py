@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from redbolt import _process
 from redbolt._server_program import server_environment
 
 _SOCKET_PATH_LIMIT = 100  # bytes; sun_path holds 104 on macOS, 108 on Linux
@@ -124,5 +125,4 @@ def _after_fork_in_child() -> None:
         supervisor.abandon()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+_process.on_fork(_after_fork_in_child)

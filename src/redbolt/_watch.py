@@ -5,12 +5,12 @@ a thread of its own reads for them. So a thousand waiting threads hold a handful
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections import deque
 from typing import Final
 
+from redbolt import _process
 from redbolt._drive import Ears
 from redbolt._engine import LOST, Attempt, Engine, Event, Gate, Votes, Watch
 from redbolt._programs import TAKE, Program
@@ -208,4 +208,4 @@ def _after_fork() -> None:
     _boards.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_process.on_fork(_after_fork)

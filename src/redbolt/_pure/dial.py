@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from redbolt import _process
 from redbolt._dialer import Dialer
 from redbolt._pure.tls import TlsSocket
 from redbolt.node import Node
@@ -224,4 +225,5 @@ def _in_child() -> None:
     _inherited.clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_inherited.clear, after_in_child=_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_inherited.clear)
+_process.on_fork(_in_child)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from redbolt import _process
 from redbolt.node import Node
 
 __all__ = ["Address", "LookUp", "Resolver"]
@@ -70,6 +71,9 @@ class Resolver:
         asking = self._asking
         if asking is None or asking.done:
             asking = LookUp()
+            if _process.is_subinterpreter():  # it may have no threads, or must not leave one behind
+                self._look_up(asking)
+                return asking
             try:
                 name = "redbolt-resolver"
                 threading.Thread(target=self._look_up, args=(asking,), name=name, daemon=True).start()
