@@ -27,6 +27,12 @@ checks:
     down, and it is read to its end, or for a bound, before it is closed.
 10. After a fork the child has no connection, no channel, no agent and no buffered token of its parent.
 11. What a node sends can never make the client hold more than `MAX_REPLY` bytes for it.
+12. Leases are renewed by the agent, on connections of its own that never write a first token; those that are
+    due are sent together. A renewal is a round of its own: rules 3, 4 and 7 hold for it. Only nodes that
+    still have the token say yes. Once a quorum has, the token is put back on those that said no, with its
+    undo by rule 6; that is no vote.
+13. After `Renewal.stop` has returned nothing that writes the token is sent for it, on any node, but what
+    others ask for. What was sent before is a write of the token by rule 4.
 """
 
 from __future__ import annotations
@@ -38,21 +44,27 @@ import weakref
 from importlib import import_module
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from redbolt._programs import DROP, TAKE, Program
+from redbolt import _process
+from redbolt._programs import DROP, EXTEND, TAKE, Program
 from redbolt.node import Node
 
 __all__ = [
     "CHANGED",
+    "GONE",
+    "HELD_TOO_LONG",
     "LIFE_TOLD",
     "LOST",
     "MAX_KEY",
     "MAX_REPLY",
+    "RAN_OUT",
     "READY",
+    "UNANSWERED",
     "Attempt",
     "Engine",
     "EngineChoice",
     "Event",
     "Gate",
+    "Renewal",
     "Votes",
     "Watch",
     "choose",
@@ -81,6 +93,16 @@ LOST: Final = 2
 """
 READY: Final = 3
 """There is a connection to the node now, so that it can be armed."""
+
+# Why a lease was lost; see `Renewal.lost`.
+GONE: Final = 1
+"""A quorum of nodes said that they do not have the token."""
+UNANSWERED: Final = 2
+"""No quorum of nodes could say anything to a renewal, until it was too late."""
+HELD_TOO_LONG: Final = 3
+"""It was held for as long as was allowed."""
+RAN_OUT: Final = 4
+"""It ended without a renewal: there was to be none, or this process did not run in time."""
 
 Event: TypeAlias = tuple[int, int, int, int]
 """What, the index of the node, the mark of a key, and a value."""
@@ -143,6 +165,80 @@ class Gate(Protocol):
 
     def wake(self) -> None:
         """End the `wait` that runs, or else the next one."""
+
+
+class Renewal(Protocol):
+    """What the agent does for one lease. The lease ends, and nothing more is done, when nobody refers to it.
+
+    The agent renews in rounds of ``limit_ns`` (`redbolt._judge` says when: `renewal_due_ns`, `give_up_ns`,
+    `renewal_pause_ns`). A round that a quorum answered with yes gives a new validity, unless the old one is
+    over: nothing revives it. After one that a quorum answered with no it is lost (GONE), and what is left
+    of the token is deleted. All others are repeated until it is too late. It is also lost at `give_up_ns`
+    if it may not be renewed any more; what is only watched is lost at the end of its validity.
+    """
+
+    @property
+    def valid_until_ns(self) -> int:
+        """End of validity by the clock; 0 once it is lost."""
+
+    @property
+    def started_ns(self) -> int:
+        """The clock just before the first byte of what last gave the key its life."""
+
+    @property
+    def length_ms(self) -> int:
+        """That life."""
+
+    @property
+    def touched(self) -> int:
+        """A bit for each node that may have the token."""
+
+    @property
+    def lost(self) -> int:
+        """0, or why it was lost: GONE, UNANSWERED, HELD_TOO_LONG, RAN_OUT. It is told here, and with the
+        gate, no later than the end of validity, if the process runs.
+        """
+
+    @property
+    def renewed(self) -> int:
+        """How many renewals were granted."""
+
+    @property
+    def failed(self) -> int:
+        """How many were not."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a renewal is under way that some node has not answered yet, within its time."""
+
+    def stop(self) -> None:
+        """Renew no more, and say no more that it is lost. Whoever waits for that is woken. Idempotent."""
+
+    def pause(self) -> None:
+        """Begin no renewal until `resume`. The lease can be lost meanwhile."""
+
+    def resume(self) -> None:
+        """Go on; a renewal that is due is made."""
+
+    def note(self, started_ns: int, length_ms: int, valid_until_ns: int) -> None:
+        """The holder itself has given the key a new life. The next renewal is due accordingly."""
+
+    def shorten(self, valid_until_ns: int) -> None:
+        """Validity ends then, if that is earlier."""
+
+    def doubt(self, surely_ns: int) -> None:
+        """A write may yet be executed that gives the key a shorter life: no later renewal, and no `note`, is
+        good for longer than ``surely_ns`` from its start. The least of several counts.
+        """
+
+    def bound(self, until_ns: int) -> None:
+        """The lease may be held until then, from now on (for another holder)."""
+
+    def lose(self, reason: int) -> None:
+        """The holder itself has found out that it is lost."""
+
+    def wait(self, until_ns: int) -> bool:
+        """Block until it is lost (True), or until it was stopped or the clock reads ``until_ns`` (False)."""
 
 
 class Engine(Protocol):
@@ -230,6 +326,39 @@ class Engine(Protocol):
     def pending(self, token: bytes) -> bool:
         """Say whether some write of this token, on any connection, was not answered yet and may still be
         executed.
+        """
+
+    def renew(
+        self,
+        key: bytes,
+        token: bytes,
+        touched: int,
+        lease_ms: int,
+        quorum: int,
+        drift_ns: int,
+        limit_ns: int,
+        started_ns: int,
+        valid_until_ns: int,
+        until_ns: int,
+        program: Program | None = EXTEND,
+        back: Program | None = TAKE,
+        gate: Gate | None = None,
+    ) -> Renewal:
+        """Have the agent look after a lease that was just granted. Sends nothing itself.
+
+        Args:
+            key, token: what marks it on the nodes.
+            touched: a bit for each node that may have the token.
+            lease_ms: the life that the key has, and that each renewal gives it.
+            quorum: how many nodes must say yes.
+            drift_ns: taken off each validity.
+            limit_ns: how long a node may take to answer.
+            started_ns, valid_until_ns: the clock just before the try, and the end of its validity.
+            until_ns: it is not held for longer: no renewal makes it valid beyond this.
+            program: what renews it; its words are the key, the token and the life in ms. None: nothing
+                does, and it is only watched.
+            back: a try with the same words that puts the token back where it is gone; None: nothing does.
+            gate: is woken when it is lost.
         """
 
     def gate(self) -> Gate:
@@ -393,6 +522,8 @@ def _load(kind: str) -> Any:
     """The module of an engine."""
     module = sys.modules.get(_KINDS[kind])
     if not hasattr(module, "Engine"):  # also while another thread loads it
+        if kind == "native" and _process.is_subinterpreter():
+            raise ImportError("it is for the main interpreter, and this is another one")  # it loads only once
         module = import_module(_KINDS[kind])
     return module
 
@@ -438,4 +569,4 @@ def _after_fork() -> None:
     _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_process.on_fork(_after_fork)

@@ -9,7 +9,8 @@ from typing import Final
 
 __all__ = [
     "FAULT", "GRANTED", "NO", "OPEN", "REFUSED", "UNDECIDED", "WAITING", "YES",
-    "drift_ns", "falls_back", "is_wrongtype", "lacks_hello", "validity_end_ns", "verdict",
+    "drift_ns", "falls_back", "give_up_ns", "is_wrongtype", "lacks_hello", "renewal_due_ns",
+    "renewal_pause_ns", "renewed_life_ms", "validity_end_ns", "verdict",
 ]  # fmt: skip
 
 # What one node has said in a round.
@@ -50,6 +51,26 @@ def drift_ns(lease_ms: int, factor: float) -> int:
 def validity_end_ns(started_ns: int, lease_ms: int, drift: int) -> int:
     """The last moment of a lease whose try began at ``started_ns``, just before its first byte was sent."""
     return started_ns + lease_ms * 1_000_000 - drift
+
+
+def renewal_due_ns(ends_ns: int, lease_ms: int) -> int:
+    """When to renew a key whose life ends at ``ends_ns``: while it has two thirds of a lease left."""
+    return ends_ns - lease_ms * 2_000_000 // 3
+
+
+def renewed_life_ms(now_ns: int, lease_ms: int, drift: int, until_ns: int) -> int:
+    """The life that a renewal gives, which must not be valid beyond ``until_ns``; not above 0: none."""
+    return min(lease_ms, (until_ns - now_ns + drift) // 1_000_000)
+
+
+def give_up_ns(valid_until_ns: int, lease_ms: int, limit_ns: int) -> int:
+    """When it is too late for a renewal: a node limit before the end, or an eighth of a short lease."""
+    return valid_until_ns - min(limit_ns, lease_ms * 125_000)
+
+
+def renewal_pause_ns(failures: int, lease_ms: int) -> int:
+    """Bound of the pause after a renewal that came to nothing, the first of them with ``failures`` 0."""
+    return min(10_000_000 << min(failures, 10), 1_000_000_000, lease_ms * 100_000)
 
 
 _FALL_BACK = (b"NOSCRIPT", b"NOPERM", b"ERR unknown command", b"ERR syntax error", b"ERR wrong number of arg")

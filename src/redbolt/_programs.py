@@ -11,8 +11,8 @@ from typing import TypeAlias
 __all__ = [
     "ABANDON", "ABANDON_BOTH", "ADD_TIME", "COUNT", "DROP", "DROP_BOTH", "ENTER",
     "EXISTS", "EXTEND", "FORCE", "FORGET", "HOLDS", "KEEP",
-    "LEAVE", "LIFE", "OWNED", "PROGRAMS", "SET_TIME", "SUCCEED", "SWAP", "TAKE", "TYPE", "Decoder", "Part",
-    "Program",
+    "LEAVE", "LIFE", "OWNED", "PROGRAMS", "PROLONG", "SET_TIME", "SUCCEED", "SWAP", "TAKE", "TYPE", "Decoder",
+    "Part", "Program",
 ]  # fmt: skip
 
 Part: TypeAlias = bytes | int
@@ -187,8 +187,10 @@ ABANDON_BOTH = Program(
     deletes=True,
     undo=20,
 )
+# The agent renews a reentrant lock, however often it is held. Arguments: 1 owner, 2 life in ms.
+PROLONG = Program(21, "prolong", Decoder.FLAG, _script("prolong", 1, 2), native=0, writes=True)
 
 PROGRAMS: tuple[Program, ...] = (
     TAKE, DROP, EXTEND, EXISTS, OWNED, TYPE, KEEP, ADD_TIME, SET_TIME, ENTER, COUNT, LEAVE, ABANDON, HOLDS,
-    FORCE, FORGET, LIFE, SWAP, SUCCEED, DROP_BOTH, ABANDON_BOTH,
+    FORCE, FORGET, LIFE, SWAP, SUCCEED, DROP_BOTH, ABANDON_BOTH, PROLONG,
 )  # fmt: skip
