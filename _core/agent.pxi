@@ -1,8 +1,10 @@
 # The agent: one C thread per process that never needs the GIL. It reads what rounds have left open, tells
-# which nodes are silent, connects to them again, and sees retired connections to their end. It sleeps while
-# there is nothing of that kind.
+# which nodes are silent, connects to them again, renews leases, and sees retired connections to their end. It
+# sleeps while there is nothing of that kind.
 
 cdef pthread_mutex_t agent_mutex    # the list of engines, and what is retired
+cdef pthread_mutex_t keep_mutex     # see data.pxd
+cdef int keep_wanted = 0            # how many wait for it
 cdef pthread_mutex_t start_mutex    # starting and stopping; a leaf
 cdef Engine_* agent_engines = NULL
 cdef Retired* agent_retired = NULL  # the agent's own
@@ -11,11 +13,14 @@ cdef int agent_runs = 0
 cdef int agent_stops = 0
 cdef int[2] agent_pipe
 cdef int64_t agent_wakes_ns = NEVER # when it will look again by itself
+cdef int agent_timer = -1           # ends its sleep then, also if the machine is suspended meanwhile
+cdef int64_t agent_timer_ns         # what that is set to
 
 cdef int64_t LONGEST_SLEEP_NS = 3_600_000_000_000
 cdef int64_t IDLE_NS = 30_000_000_000       # surplus channels idle for longer are closed
 cdef int64_t SILENT_NS = 1_000_000_000      # a connection silent for longer (or 4 node limits) is replaced
 cdef int64_t CARES_NS = 5_000_000_000       # nodes of an engine unused for longer are not reconnected
+cdef int64_t UNTIMED_NS = 1_000_000_000     # so long it sleeps at most where leases are kept without a timer
 
 
 cdef void agent_due(int64_t due) noexcept nogil:
@@ -41,14 +46,17 @@ cdef void poke() noexcept nogil:
 
 cdef bint agent_start() noexcept nogil:
     cdef bint ok
-    global agent_runs
+    global agent_runs, agent_timer, agent_timer_ns
     pthread_mutex_lock(&start_mutex)
     ok = agent_runs
     if not ok and not agent_stops and rb_pipe(agent_pipe) == 0:
+        agent_timer = rb_timer()
+        agent_timer_ns = NEVER
         ok = rb_thread(&agent_thread, agent_body, NULL, 0) == 0
         if ok:
             rb_store(&agent_runs, 1)
         else:
+            rb_close(agent_timer)
             rb_close(agent_pipe[0])
             rb_close(agent_pipe[1])
     pthread_mutex_unlock(&start_mutex)
@@ -58,15 +66,16 @@ cdef bint agent_start() noexcept nogil:
 cdef void* agent_body(void* nothing) noexcept nogil:
     cdef pollfd* fds = NULL
     cdef int room = 0, n, i
-    cdef int64_t due, now, wait_ns
+    cdef int64_t due, kept_due, now, wait_ns
     cdef char[64] drain
     cdef Engine_* e
     cdef pollfd* grown
+    global agent_timer_ns
     while not rb_load(&agent_stops):
         rb_store64(&agent_wakes_ns, NEVER)  # first: whoever wants it from here on will wake it
-        due = NEVER
+        due = kept_due = NEVER
         pthread_mutex_lock(&agent_mutex)
-        n = 1
+        n = 2
         e = agent_engines
         while e != NULL:
             n += most_descriptors(e)
@@ -80,23 +89,35 @@ cdef void* agent_body(void* nothing) noexcept nogil:
         if room == 0:
             pthread_mutex_unlock(&agent_mutex)
             return NULL
-        n = 1
+        n = 2
         e = agent_engines
         while e != NULL:
             n = look_after(e, fds, n, room, &due)
             e = e.next
+        e = agent_engines
+        while e != NULL:  # after what rounds have left open: what is written for a lease follows that
+            n = look_after_kept(e, fds, n, room, &due, &kept_due)
+            e = e.next
+        due = min(due, kept_due)
         n = see_off_retired(fds, n, room, &due)
         pthread_mutex_unlock(&agent_mutex)
         fds[0].fd = agent_pipe[0]
         fds[0].events = POLLIN
+        fds[1].fd = agent_timer  # below 0 it is passed over
+        fds[1].events = POLLIN
         for i in range(n):
             fds[i].revents = 0
         now = rb_now_ns()
+        if agent_timer < 0 and kept_due != NEVER:
+            due = min(due, now + UNTIMED_NS)
         rb_store64(&agent_wakes_ns, due)
+        rb_set_timer(agent_timer, due, &agent_timer_ns)
         wait_ns = min(due - now, LONGEST_SLEEP_NS)
         poll(fds, n, -1 if due == NEVER else <int>((wait_ns + MS - 1) // MS) if wait_ns > 0 else 0)
         while read(agent_pipe[0], drain, sizeof(drain)) > 0:
             pass
+        if fds[1].revents and read(agent_timer, drain, sizeof(drain)) > 0:
+            agent_timer_ns = NEVER
     free(fds)
     return NULL
 
@@ -109,6 +130,8 @@ cdef int most_descriptors(Engine_* e) noexcept nogil:
     while ch != NULL:
         n += e.nodes
         ch = ch.next
+    if e.keeper == NULL and rb_load(&e.kepts):
+        n += e.nodes  # it may be made in this turn
     pthread_mutex_unlock(&e.mutex)
     return n
 
@@ -117,11 +140,15 @@ cdef int look_after(Engine_* e, pollfd* fds, int n, int room, int64_t* due) noex
     """Service the idle channels of one engine; they stay out of every thread's hands meanwhile."""
     cdef Channel* ch
     cdef bint first = True
+    cdef bint others
     cdef int kind
     cdef int64_t now = rb_now_ns()
     pthread_mutex_lock(&e.mutex)
-    if e.idle == NULL and (e.watches or e.idle_watch[0] != NULL or e.idle_watch[1] != NULL):
+    others = e.watches or e.idle_watch[0] != NULL or e.idle_watch[1] != NULL or rb_load(&e.kepts)
+    if e.idle == NULL and others:
         have_a_channel(e, now)
+    elif not others and e.used_at != e.closings:
+        close_stack(e, &e.idle)  # it was made since the engine was closed, for them
     ch = e.idle
     while ch != NULL:
         n = look_after_channel(e, ch, first, fds, n, room, now, due)
@@ -140,13 +167,13 @@ cdef int look_after(Engine_* e, pollfd* fds, int n, int room, int64_t* due) noex
 
 
 cdef void have_a_channel(Engine_* e, int64_t now) noexcept nogil:
-    """Make a channel if only watches are in use, and some node is to be asked whether it is there, or is owed
-    something. The engine's mutex is held.
+    """Make a channel if only watches and the keeper are in use, and some node is to be asked whether it is
+    there, or is owed something. The engine's mutex is held.
     """
     cdef Channel* ch = e.all
     cdef int i
     while ch != NULL:
-        if not ch.kind:  # a round has it, and will give it back
+        if not ch.kind and ch != e.keeper:  # a round has it, and will give it back
             return
         ch = ch.next
     for i in range(e.nodes):
@@ -159,9 +186,9 @@ cdef void have_a_channel(Engine_* e, int64_t now) noexcept nogil:
             return
 
 
-cdef inline bint is_cared_for(const Engine_* e, int64_t now) noexcept nogil:
+cdef inline bint is_cared_for(Engine_* e, int64_t now) noexcept nogil:
     """Whether anybody would like to hear that a silent node is back."""
-    return e.watches or now - e.used_ns < CARES_NS
+    return e.watches or rb_load(&e.kepts) or now - e.used_ns < CARES_NS
 
 
 cdef int look_after_channel(
@@ -386,11 +413,16 @@ cdef bint retired_ended(Retired* one) noexcept nogil:
 
 cdef void in_child() noexcept nogil:
     """After a fork: no agent, no engines, fresh mutexes. What the parent had is left where it is."""
-    global agent_runs, agent_engines, agent_retired, retired_new
+    global agent_runs, agent_engines, agent_retired, agent_timer, keep_wanted, retired_new
     rb_mutex_init(&agent_mutex)
+    rb_mutex_init(&keep_mutex)
     rb_mutex_init(&start_mutex)
     rb_mutex_init(&retired_mutex)
     agent_runs = 0
+    agent_timer = -1
+    memset(keep_text, 0, sizeof(keep_text))  # the agent may have been in the middle of it
+    memset(keep_text_round, 0, sizeof(keep_text_round))
+    keep_wanted = 0
     agent_engines = NULL
     agent_retired = retired_new = NULL
     rb_store64(&agent_wakes_ns, NEVER)
@@ -416,11 +448,13 @@ def set_clock_offset_ns(int64_t offset_ns):
     nudge_gates()
     with nogil:
         rouse_all()
+        rouse_keepers()
         if rb_load(&agent_runs):
             agent_wake()
 
 
 rb_mutex_init(&agent_mutex)
+rb_mutex_init(&keep_mutex)
 rb_mutex_init(&start_mutex)
 rb_mutex_init(&retired_mutex)
 rb_watch_forks(in_child)

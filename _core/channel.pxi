@@ -216,6 +216,8 @@ cdef void queue_behind(Round* r, Channel* other) noexcept nogil:
             set_fault(r.channel, i, b"queued behind an unanswered write")
             if other.kind:
                 rouse(other, LOOK_AGAIN)
+            elif other == e.keeper and conn.out.length:
+                agent_wake()
         pthread_mutex_unlock(&conn.mutex)
 
 

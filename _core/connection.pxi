@@ -176,6 +176,8 @@ cdef void conn_fail(Engine_* e, Channel* ch, Conn* conn, const char* cause, bint
             distrust_form(node, slot.program, slot.form)
     for i in range(conn.slots):
         slot = slot_at(conn, i)
+        if slot.kept != NULL:
+            take_vote(e, conn.node, slot, FAULT)
         if slot.spare == NULL:
             continue
         if slot.spare.expires_ns <= now or not prog[slot.spare.program].deletes:

@@ -4,6 +4,8 @@
 #   Conn.mutex      its output and its slots; reading is the owner's alone (taken before a NodeState's mutex)
 #   NodeState.mutex addresses, orphans, causes, back-off; plain ints (suspect, form) may be read without it
 #   Channel         its thread, or under the engine's mutex who finds it idle; `flags` and `sleeps` are for all
+#   keep_mutex      all that is kept, and the engines' heaps of it; whoever sends for a kept lease has it
+#                   (taken before an engine's mutex)
 #   agent_mutex     the list of engines (taken before any of these); retired_mutex and start_mutex are leaves
 from libc.stdint cimport int8_t, int64_t, uint64_t, uint32_t, uint8_t
 from system cimport pthread_mutex_t, rb_gate, sockaddr_storage, socklen_t
@@ -60,6 +62,52 @@ cdef struct Packed:             # a whole command in the form that works everywh
     size_t length
     char bytes[1]
 
+cdef struct Kept:               # a lease that the agent looks after
+    int refs                    # its Renewal, and the slots that its votes come from
+    Engine_* engine
+    int program                 # that renews it, below 0: it is only watched
+    int back                    # that puts it back, below 0: none
+    int64_t lease_ms
+    int quorum
+    int64_t drift_ns
+    int64_t limit_ns
+    int64_t until_ns
+    int64_t surely_ns           # no renewal is good for longer
+    int64_t started_ns
+    int64_t length_ms
+    int64_t valid_until_ns      # atomic, as all that a Renewal tells
+    uint64_t touched
+    uint64_t tag
+    int place                   # in the heap, below 0: on none
+    int64_t due_ns
+    int64_t slack_ns            # it may as well be done so much earlier, if others are
+    int paused
+    int stopped
+    int lost
+    int renewed
+    int failed
+    int failures                # since the last renewal
+    int64_t retry_ns
+    uint64_t round              # the one that runs or ran last
+    int64_t round_started_ns
+    int64_t round_ends_ns       # votes count until then
+    int64_t life_ms             # which that gives
+    int running                 # it has no verdict yet
+    int granted
+    uint64_t open               # a bit per node that has not voted yet
+    uint64_t waiting            # of these, those whose connection is just being made
+    uint64_t sent               # it may be executed there
+    uint64_t yes
+    uint64_t no
+    uint64_t restored           # where the token was put back
+    Kept* next_voted
+    int voted                   # it is on that list
+    rb_gate* gate               # of somebody who wants to hear that it is lost, or NULL
+    rb_gate moved               # where `wait` sleeps
+    size_t key_length
+    size_t token_length
+    char bytes[1]               # the key, and then the token
+
 cdef struct Slot:               # who waits for one reply, and what it means
     uint64_t round              # 0: nobody waits
     uint64_t tag                # of the token written, 0 for reads
@@ -70,6 +118,7 @@ cdef struct Slot:               # who waits for one reply, and what it means
     uint8_t form
     Packed* spare               # of a try its undo, of other writes themselves: sent if the reply asks for it
     uint64_t mark               # what the event is to call the key that it asks about, 0: nobody wants to know
+    Kept* kept                  # whose renewal it is, of the round `round`; on the keeper only
 
 cdef enum ConnState:
     CLOSED = 0
@@ -185,6 +234,13 @@ cdef struct Engine_:
     int closings                # how often it was closed
     int used_at                 # the count of closings when its last round ended
     Channel* all
+    Channel* keeper             # the agent's own, for renewals; one of all, and never idle
+    Kept** kept                 # heap by what is due next (keep_mutex)
+    int kepts
+    int kept_room
+    Kept* voted                 # somebody has voted on these, empty whenever nobody has keep_mutex
+    uint64_t waiting            # a bit per node whose connection is waited for (keep_mutex)
+    size_t[MOST_NODES] owed     # bytes that will be sent when it is there (keep_mutex)
     int64_t used_ns
     Engine_* next               # in the agent's list
 

@@ -121,6 +121,7 @@ cdef class Engine:
         with nogil:
             pthread_mutex_lock(&agent_mutex)
             delist(self.e)
+            end_keeper(self.e)
             pthread_mutex_unlock(&agent_mutex)
             close_idle(self.e)
             for i in range(self.e.nodes):
@@ -225,6 +226,37 @@ cdef class Engine:
         free(r.causes)
         return 0
 
+    def renew(
+        self,
+        bytes key not None,
+        bytes token not None,
+        int64_t touched,
+        int64_t lease_ms,
+        int quorum,
+        int64_t drift_ns,
+        int64_t limit_ns,
+        int64_t started_ns,
+        int64_t valid_until_ns,
+        int64_t until_ns,
+        program=_programs.EXTEND,
+        back=_programs.TAKE,
+        Gate gate=None,
+    ):
+        """Have the agent look after a lease that was just granted."""
+        cdef Kept* k
+        if self.generation != rb_generation:
+            self.set_up()
+        k = new_kept(self.e, key, token, program, back)
+        k.touched = <uint64_t>touched
+        k.lease_ms = k.length_ms = lease_ms
+        k.quorum = quorum
+        k.drift_ns = drift_ns
+        k.limit_ns = limit_ns
+        k.started_ns = started_ns
+        k.valid_until_ns = valid_until_ns
+        k.until_ns = until_ns
+        return new_renewal(self, k, gate)
+
     def pending(self, bytes token not None):
         """Say whether some write of this token was not answered yet and may still be executed."""
         cdef uint64_t tag = rb_hash(token, len(token))
@@ -234,10 +266,6 @@ cdef class Engine:
         with nogil:
             found = is_pending(self.e, tag)
         return found
-
-    def gate(self):
-        """Where a thread of this process waits for another one."""
-        return Gate()
 
     def absent(self):
         """A bit for each node that is suspect, or whose next connect has to wait."""
@@ -370,12 +398,16 @@ cdef void delist(Engine_* e) noexcept nogil:
 
 cdef void close_idle(Engine_* e) noexcept nogil:
     cdef int i
+    cdef bint keeps
     pthread_mutex_lock(&e.mutex)
     e.closings += 1
     close_stack(e, &e.idle)
     for i in range(2):
         close_stack(e, &e.idle_watch[i])
+    keeps = e.keeper != NULL
     pthread_mutex_unlock(&e.mutex)
+    if keeps:  # its connections are the agent's to close
+        agent_wake()
 
 
 cdef void close_stack(Engine_* e, Channel** stack) noexcept nogil:

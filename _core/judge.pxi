@@ -27,6 +27,27 @@ cdef inline int64_t validity_end(int64_t started_ns, int64_t lease_ms, int64_t d
     return started_ns + lease_ms * 1_000_000 - drift_ns
 
 
+cdef inline int64_t renewal_due(int64_t ends_ns, int64_t lease_ms) noexcept nogil:
+    return ends_ns - lease_ms * 2_000_000 // 3
+
+
+cdef inline int64_t renewed_life(
+    int64_t now_ns, int64_t lease_ms, int64_t drift_ns, int64_t until_ns
+) noexcept nogil:
+    if until_ns - now_ns >= lease_ms * 1_000_000:  # the sum below could be too large for its type
+        return lease_ms
+    return min(lease_ms, (until_ns - now_ns + drift_ns) // 1_000_000)
+
+
+cdef inline int64_t give_up(int64_t valid_until_ns, int64_t lease_ms, int64_t limit_ns) noexcept nogil:
+    return valid_until_ns - min(limit_ns, lease_ms * 125_000)
+
+
+cdef inline int64_t renewal_pause(int failures, int64_t lease_ms) noexcept nogil:
+    cdef int64_t doubled = <int64_t>10_000_000 << min(failures, 10)
+    return min(doubled, min(<int64_t>1_000_000_000, lease_ms * 100_000))
+
+
 cdef inline bint falls_back_on(const char* text, size_t length) noexcept nogil:
     return (
         starts_with(text, length, b"NOSCRIPT") or starts_with(text, length, b"NOPERM")
@@ -64,6 +85,26 @@ def verdict(int yes, int no, int still_open, int nodes, int quorum):
 def validity_end_ns(int64_t started_ns, int64_t lease_ms, int64_t drift_ns):
     """`redbolt._judge.validity_end_ns`, for the test that compares the two."""
     return validity_end(started_ns, lease_ms, drift_ns)
+
+
+def renewal_due_ns(int64_t ends_ns, int64_t lease_ms):
+    """`redbolt._judge.renewal_due_ns`, for the test that compares the two."""
+    return renewal_due(ends_ns, lease_ms)
+
+
+def renewed_life_ms(int64_t now_ns, int64_t lease_ms, int64_t drift, int64_t until_ns):
+    """`redbolt._judge.renewed_life_ms`, for the test that compares the two."""
+    return renewed_life(now_ns, lease_ms, drift, until_ns)
+
+
+def give_up_ns(int64_t valid_until_ns, int64_t lease_ms, int64_t limit_ns):
+    """`redbolt._judge.give_up_ns`, for the test that compares the two."""
+    return give_up(valid_until_ns, lease_ms, limit_ns)
+
+
+def renewal_pause_ns(int failures, int64_t lease_ms):
+    """`redbolt._judge.renewal_pause_ns`, for the test that compares the two."""
+    return renewal_pause(failures, lease_ms)
 
 
 def falls_back(bytes error not None):

@@ -5,11 +5,13 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -26,6 +28,7 @@
 #include <linux/futex.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
+#include <sys/timerfd.h>
 #endif
 
 #ifndef MSG_NOSIGNAL
@@ -166,6 +169,33 @@ static inline void rb_close_waker(int *ends) {
     ends[0] = ends[1] = -1;
 }
 
+/* What ends a poll at a time of our clock, also one that comes while the machine is suspended; -1 where the
+ * system has no such thing. */
+static int rb_timer(void) {
+#if defined(__linux__)
+    return rb_mark(timerfd_create(CLOCK_BOOTTIME, TFD_NONBLOCK | TFD_CLOEXEC));
+#else
+    return -1;
+#endif
+}
+
+/* Set it, if it is not set to that already: `armed` says to what it is; INT64_MAX for no time at all. */
+static void rb_set_timer(int fd, int64_t when, int64_t *armed) {
+#if defined(__linux__)
+    struct itimerspec at = {{0, 0}, {0, 0}};
+    if (when != INT64_MAX) {
+        when -= __atomic_load_n(&rb_clock_offset_ns, __ATOMIC_RELAXED);
+        if (when <= 0) when = 1; /* zero would mean never */
+        at.it_value.tv_sec = when / 1000000000;
+        at.it_value.tv_nsec = when % 1000000000;
+    }
+    if (fd < 0 || when == *armed) return;
+    if (timerfd_settime(fd, TFD_TIMER_ABSTIME, &at, NULL) == 0) *armed = when;
+#else
+    (void)fd, (void)when, (void)armed;
+#endif
+}
+
 /* poll() with a limit as fine as the system has it; rounded up where that is milliseconds. */
 static inline int rb_poll(struct pollfd *fds, int n, int64_t nanoseconds) {
 #if defined(__linux__)
@@ -284,6 +314,12 @@ static void rb_gate_tell(rb_gate *gate, int how_many) {
 #endif
 }
 
+/* Have all who sleep here look again, and wake them. */
+static inline void rb_gate_rouse(rb_gate *gate) {
+    rb_gate_nudge(gate);
+    if (__atomic_load_n(&gate->waiters, __ATOMIC_SEQ_CST) > 0) rb_gate_tell(gate, INT_MAX);
+}
+
 /* ---- small things ---- */
 
 static inline uint64_t rb_hash(const char *bytes, size_t size) { /* FNV-1a */
@@ -298,6 +334,8 @@ static inline uint32_t rb_random(void) { /* for jitter only; tokens come from th
     state = state * 6364136223846793005u + 1442695040888963407u;
     return (uint32_t)(state >> 33);
 }
+
+static inline int rb_bits(uint64_t mask) { return __builtin_popcountll(mask); }
 
 static inline void rb_hex(const unsigned char *bytes, int size, char *out) {
     for (int i = 0; i < size; i++) {

@@ -82,6 +82,7 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
     cdef bint mine
     cdef int vote, hit = 0
     cdef Bytes* token
+    cdef Bytes kept_token
     if reply.type == REDIS_REPLY_PUSH and conn.kind:
         on_push(ch, conn)
         return
@@ -124,6 +125,9 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
         return
     mine = r != NULL and ch.active and slot.round == ch.round
     token = &r.arg[1] if mine and r.args > 1 else NULL
+    if slot.kept != NULL:
+        kept_token = token_of(slot.kept)
+        token = &kept_token
     vote = decode(reply, prog[slot.program].decoder, token, &hit)
     if vote == FALL_BACK:
         if slot.form + 1 < prog[slot.program].forms:
@@ -133,6 +137,8 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
             if mine:
                 packed_free(slot.spare)
                 round_send(r, conn, slot.form + 1)
+            elif slot.kept != NULL:
+                renew_again(e, conn, &slot)
             elif slot.spare != NULL:
                 # Late. A delete can always be sent, another write only if none for its token came after it.
                 if prog[slot.spare.program].deletes or not conn_has_tag(conn, slot.tag):
@@ -149,6 +155,8 @@ cdef void on_reply(Engine_* e, Channel* ch, Conn* conn, Round* r) noexcept nogil
         conn_fail(e, ch, conn, b"a reply that does not belong to the command", False)
         return
     packed_free(slot.spare)
+    if slot.kept != NULL:
+        take_vote(e, conn.node, &slot, vote)
     if slot.mark and ch != NULL:
         if vote == FAULT:  # with 1 if it does not know or permit the question
             tell(ch, LOST, conn.node, 0, falls_back_on(text, strlen(text)))

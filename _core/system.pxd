@@ -7,6 +7,7 @@ cdef extern from "portable.h" nogil:
     ctypedef struct pthread_mutex_t:
         pass
     int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_trylock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
     int pthread_join(pthread_t, void**)
     void rb_mutex_init(pthread_mutex_t*)
@@ -71,6 +72,9 @@ cdef extern from "portable.h" nogil:
     void rb_woken(int)
     void rb_close_waker(int*)
     int rb_poll(pollfd*, int, int64_t)
+    int rb_timer()
+    void rb_set_timer(int, int64_t, int64_t*)
+    int sched_yield()
     int rb_thread(pthread_t*, void* (*)(void*) noexcept nogil, void*, int)
     int rb_generation
     void rb_watch_forks(void (*)() noexcept nogil)
@@ -84,8 +88,10 @@ cdef extern from "portable.h" nogil:
     void rb_gate_sleep(rb_gate*, uint32_t, int64_t)
     int rb_gate_open(rb_gate*)
     void rb_gate_nudge(rb_gate*)
+    void rb_gate_rouse(rb_gate*)
     void rb_gate_tell(rb_gate*, int)
     uint32_t rb_random()
+    int rb_bits(uint64_t)
     int rb_digits(char*, uint64_t)
     int rb_length_line(char*, size_t)
     void rb_hex(const unsigned char*, int, char*)
