@@ -119,3 +119,34 @@ def test_the_core_reads_errors_as_python_does() -> None:
             cut = text[:end]
             assert core.falls_back(cut) == _judge.falls_back(cut), cut
             assert core.is_wrongtype(cut) == _judge.is_wrongtype(cut), cut
+
+
+def test_the_core_plans_renewals_as_python_does() -> None:
+    times = (0, 1, 999_999, 10**6, 10**9 + 1, 10**15, 10**18, HUGE)
+    leases = (1, 3, 50, 1000, 1001, 30_000, 86_400_000)
+    for time, lease in itertools.product(times, leases):
+        assert core.renewal_due_ns(time, lease) == _judge.renewal_due_ns(time, lease), (time, lease)
+        for limit in (1, 10**6, 50_000_000, 10**12):
+            arguments = (time, lease, limit)
+            assert core.give_up_ns(*arguments) == _judge.give_up_ns(*arguments), arguments
+        for left, factor in itertools.product((-(10**10), -1, 0, 1, 999_999, 10**6, 10**10), (0.0, 0.01)):
+            life = (time, lease, drift_ns(lease, factor), time + left)
+            assert core.renewed_life_ms(*life) == _judge.renewed_life_ms(*life), life
+    for failures, lease in itertools.product((*range(15), 100, 2**31 - 1), leases):
+        pause = (failures, lease)
+        assert core.renewal_pause_ns(*pause) == _judge.renewal_pause_ns(*pause), pause
+
+
+@pytest.mark.parametrize("decider", DECIDERS.values(), ids=DECIDERS)
+def test_when_a_lease_is_renewed(decider: Any) -> None:
+    lease, drift = 30_000, drift_ns(30_000, 0.01)
+    assert decider.renewal_due_ns(30_000_000_000, lease) == 10_000_000_000
+    assert decider.renewed_life_ms(0, lease, drift, 1 << 62) == lease
+    assert decider.renewed_life_ms(0, lease, drift, 10_000_000_000) == 10_302
+    assert decider.renewed_life_ms(0, lease, drift, -drift) == 0
+    assert decider.renewed_life_ms(0, lease, drift, -drift - 1) < 0
+    assert decider.give_up_ns(29_698_000_000, lease, 50_000_000) == 29_648_000_000
+    assert decider.give_up_ns(1_000_000_000, 800, 200_000_000) == 900_000_000
+    pauses = [decider.renewal_pause_ns(failures, lease) // 1_000_000 for failures in range(9)]
+    assert pauses == [10, 20, 40, 80, 160, 320, 640, 1000, 1000]
+    assert decider.renewal_pause_ns(9, 200) == 20_000_000

@@ -49,6 +49,7 @@ class Agent:
         self._pipe: list[tuple[int, int]] = []
         self._only_one = threading.Lock()  # held by the thread as long as it lives
         self._wards: dict[Ward, None] = {}
+        self.ident = 0  # the thread, once it runs
         self._ready: set[int] = set()  # descriptors that something has happened to
 
     def after_fork(self) -> None:
@@ -77,6 +78,8 @@ class Agent:
                 pass  # full, so it is awake already
 
     def _start(self) -> bool:
+        if _process.is_subinterpreter():
+            return False  # its end would be fatal to the whole process if this thread still ran
         if not self._on_offset_set:
             self._on_offset_set = True
             _clock.on_offset(self._on_offset)
@@ -93,6 +96,7 @@ class Agent:
     def _run(self) -> None:
         if not self._only_one.acquire(blocking=False):
             return
+        self.ident = threading.get_ident()
         reader, writer = ends = os.pipe()
         os.set_blocking(reader, False)
         os.set_blocking(writer, False)
@@ -147,4 +151,4 @@ class Agent:
 
 
 AGENT = Agent()
-os.register_at_fork(after_in_child=AGENT.after_fork)
+_process.on_fork(AGENT.after_fork)

@@ -205,6 +205,8 @@ class Care:
                         conn.busy = False
                 if channel.held:
                     channel.nudge()  # so that it looks when the answer is due
+                elif channel is self._pool.keeper.channel:
+                    self._pool.keeper.poke()
             elif task.plan.undone:
                 self._pool.sites[index].add_orphan(task.debt(), task.expires_ns)
             channel.mail.popleft()
@@ -286,6 +288,7 @@ class Care:
         if pool.closed_ns and now >= pool.closed_ns + _AFTERMATH_NS:
             return  # what is owed is sent when the engine is used again
         used = now - pool.used_ns < _CARES_NS or any(channel.held for channel in pool.channels)
+        used = used or pool.keeper.keeps()
         cares = site.suspect and not pool.closed_ns and used
         if not site.orphans and not cares:
             return
@@ -330,7 +333,7 @@ class Care:
         for channel in reversed(pool.idle):
             if channel.owner is None and channel.conns[site.index] is None:
                 return channel
-        if any(channel.tracking is None for channel in pool.channels):
+        if any(channel.tracking is None and channel is not pool.keeper.channel for channel in pool.channels):
             return None
         channel = Channel(len(pool.sites), None, now)
         pool.channels.add(channel)

@@ -377,7 +377,7 @@ class Connection:
                 if proof and not proof & self.proven and answer[0] != FAULT:
                     self.proven |= proof
                     site.proven |= proof
-                if task is current:
+                if task is current or task.kept:
                     task.settle(site.index, answer)
             elif self.state == BROKEN:
                 return
@@ -448,8 +448,8 @@ class Connection:
                 forms = self.site.forms
                 forms[plan.index] = max(forms[plan.index], form + 1)
             with self.lock:
-                if task is current:  # what it writes would end what an earlier look has begun
-                    self.put(task, form + 1, plan.packers[form + 1](task.words), task.look)
+                if task is current or task.kept:  # (what it writes would end what an earlier look has begun)
+                    task.repeat(self, form + 1)
                 elif plan.after:  # others may have been put in its place by now
                     self.put_safely(task.delete(now_ns()))
                 elif plan.deletes or not self._is_outdated(task):

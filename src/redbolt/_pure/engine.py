@@ -10,7 +10,7 @@ from redbolt import _engine, _process
 from redbolt._clock import now_ns
 from redbolt._engine import LOST
 from redbolt._judge import FAULT, GRANTED, NO, OPEN, UNDECIDED, WAITING, YES, validity_end_ns, verdict
-from redbolt._programs import DROP, TAKE, Program
+from redbolt._programs import DROP, EXTEND, TAKE, Program
 from redbolt._pure.agent import NEVER
 from redbolt._pure.channel import Channel
 from redbolt._pure.connection import (
@@ -21,6 +21,7 @@ from redbolt._pure.connection import (
     Connection,
 )
 from redbolt._pure.gate import Gate
+from redbolt._pure.keeper import Renewal
 from redbolt._pure.pool import Pool
 from redbolt._pure.resp import PLANS, Plan
 from redbolt._pure.task import DELETE_LIFE_NS, Task, debt_for, mark_of
@@ -70,7 +71,7 @@ class _Tokens:
 
     def __init__(self) -> None:
         self._buffer: list[bytes] = []
-        os.register_at_fork(after_in_child=self._buffer.clear)
+        _process.on_fork(self._buffer.clear)
 
     def take(self) -> bytes:
         while True:
@@ -122,6 +123,7 @@ class Engine:
         """
         if TYPE_CHECKING:
             assert isinstance(votes, Votes)  # it was made by our own `votes`
+        _process.look()
         fresh = token is None
         votes.verdict = UNDECIDED
         votes.token = token = _fresh_token() if token is None else token
@@ -170,6 +172,7 @@ class Engine:
         """Ask the ``touched`` nodes to run ``program`` with ``key`` and ``args``."""
         if TYPE_CHECKING:
             assert isinstance(votes, Votes)
+        _process.look()
         plan = PLANS[program.index]
         votes.verdict = UNDECIDED
         _check(plan, key, *args)
@@ -198,6 +201,7 @@ class Engine:
         extra: tuple[bytes, ...] = (),
     ) -> None:
         """Queue a token-checked delete to the ``touched`` nodes, and wait for nobody."""
+        _process.look()
         plan, words = PLANS[program.index], (key, token, *extra)
         _check(plan, *words)
         self._pool.care.discarded.append((debt_for(plan, words), touched))
@@ -205,6 +209,7 @@ class Engine:
 
     def post(self, program: Program, key: bytes, args: tuple[bytes, ...], touched: int = -1) -> None:
         """Have a program go along with the next command to each ready node, or a little later alone."""
+        _process.look()
         plan = PLANS[program.index]
         _check(plan, key, *args)
         task = Task(plan, key, args, _POST_LIMIT_NS, 0, self._size)
@@ -227,12 +232,47 @@ class Engine:
             self._give_up(Votes(self._size), task)
             raise
 
+    def renew(
+        self,
+        key: bytes,
+        token: bytes,
+        touched: int,
+        lease_ms: int,
+        quorum: int,
+        drift_ns: int,
+        limit_ns: int,
+        started_ns: int,
+        valid_until_ns: int,
+        until_ns: int,
+        program: Program | None = EXTEND,
+        back: Program | None = TAKE,
+        gate: _engine.Gate | None = None,
+    ) -> Renewal:
+        """Have the agent look after a lease that was just granted."""
+        _process.look()
+        plan = None if program is None else PLANS[program.index]
+        again = None if back is None else PLANS[back.index]
+        if plan is not None:
+            _check(plan, key, token, b"")  # the length of the life does not matter
+        keeper = self._pool.keeper
+        renewal = Renewal(
+            keeper, key, token, touched, lease_ms, quorum, drift_ns, limit_ns, started_ns, valid_until_ns,
+            until_ns, plan, again, gate,
+        )  # fmt: skip
+        try:
+            keeper.keep(renewal)
+        except BaseException:  # the traceback of an interrupt refers to it, maybe for long
+            renewal.stop()
+            raise
+        return renewal
+
     def gate(self) -> Gate:
         """Where a thread of this process waits for another one."""
         return Gate()
 
     def pending(self, token: bytes) -> bool:
         """Say whether some write of this token may still be executed."""
+        _process.look()
         try:
             return self._pool.pending(token)
         except BaseException:
@@ -250,6 +290,7 @@ class Engine:
 
     def watch(self, tracking: bool = True) -> Watch:
         """A channel to wait on."""
+        _process.look()
         return Watch(self, self._pool, tracking)
 
     def close(self) -> None:

@@ -5,14 +5,13 @@ Locks: the pool's is taken before a channel's. Both can be taken off a thread th
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 import weakref
 from collections import deque
 
-from redbolt import _clock, _engine
+from redbolt import _clock, _engine, _process
 from redbolt._clock import now_ns
 from redbolt._judge import FAULT
 from redbolt._pure.agent import AGENT
@@ -26,6 +25,7 @@ from redbolt._pure.connection import (
     RETIRED,
     Connection,
 )
+from redbolt._pure.keeper import Keeper
 from redbolt._pure.site import Site
 from redbolt._pure.task import Debt, Task
 from redbolt.node import Node
@@ -43,11 +43,12 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class Pool:
-    """See the module. ``care`` is what the agent does for it."""
+    """See the module. ``care`` is what the agent does for it, ``keeper`` what it does for leases."""
 
     def __init__(self, nodes: tuple[Node, ...]) -> None:
         self.care = Care(self)
         self.sites = [Site(index, node, self._on_news) for index, node in enumerate(nodes)]
+        self.keeper = Keeper(self)
         self._begin()
         _pools.add(self)
 
@@ -68,6 +69,7 @@ class Pool:
         channels = [*self.channels, *self.care.piped]
         self._begin()
         self.care.reset()
+        self.keeper.reset()
         for site in self.sites:
             site.reset()
         for conn in list(connections):
@@ -80,14 +82,16 @@ class Pool:
         AGENT.due(self.care, 0)
 
     def nudge(self) -> None:
-        """Have all watches look around."""
+        """Have all watches look around, and all who wait for a loss."""
         for channel in list(self.channels):
             channel.nudge()
+        self.keeper.nudge()
 
     def _on_news(self) -> None:
         """An address was found, or a connection was dialled."""
         self.wake()
         self.nudge()
+        self.keeper.poke()
 
     # ---- for rounds ----
 
@@ -287,6 +291,7 @@ class Pool:
             for channel in [*self.idle, *self.shelves[0], *self.shelves[1]]:
                 if channel.owner is None:
                     self.dismiss(channel)
+        self.keeper.close()
         self.wake()
 
     def hand_over(self, task: Task) -> None:
@@ -391,5 +396,5 @@ def _on_offset(offset_ns: int) -> None:
         pool.nudge()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+_process.on_fork(_after_fork)
 _clock.on_offset(_on_offset)

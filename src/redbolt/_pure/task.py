@@ -30,6 +30,7 @@ class Task:
         "answers", "asked", "due_ns", "elsewhere", "expires_ns", "follows", "generation", "hits", "key",
         "left_out", "limit_ns", "look", "no", "open", "plan", "token", "waiting", "words", "written", "yes",
     )  # fmt: skip
+    kept = False  # by the agent, for a lease: every answer is for it, see `redbolt._pure.keeper`
 
     def __init__(
         self, plan: Plan, key: bytes, args: tuple[bytes, ...], limit_ns: int, expires_ns: int, nodes: int
@@ -63,6 +64,10 @@ class Task:
                 self.hits += answer[1]
             elif vote == NO:
                 self.no += 1
+
+    def repeat(self, conn: Connection, form: int) -> None:
+        """Send it again in that form, for its node does not know the last one. Under the lock."""
+        conn.put(self, form, self.plan.packers[form](self.words), self.look)
 
     def touched(self) -> int:
         """A bit for each node that may have executed it: it was sent there, and not answered with no."""
