@@ -15,6 +15,9 @@ import pytest
 
 import redbolt
 from redbolt._clock import now_ns
+from redbolt._queue import Waiter
+from redbolt._steps.acquire import _Turn
+from redbolt._steps.hear import Hearing
 from redbolt.local import LocalNode, LocalNodes
 from tests.kit.clients import SLACK, HasAddress, eventually, raw
 from tests.kit.faults import T
@@ -710,3 +713,16 @@ def test_too_few_nodes_are_left_to_listen_to(five: Place) -> None:
         node.resume()  # type: ignore[attr-defined]
     freed = five.free()
     assert waiting.result().at - freed < 2 * SOON
+
+
+def test_who_has_no_time_to_try_again_listens(kind: str, valkey: LocalNode) -> None:
+    """After a fault hints are left alone, since there is a time for the next try; but not without one."""
+    lock = redbolt.Lock(valkey.url, NAME, engine=kind)
+    engine, target, queue = lock._engine, lock._target, lock._queue
+    waiter = Waiter(target, engine.gate())
+    hearing = Hearing(engine, target, queue, waiter, None)
+    turn = _Turn(engine, target, queue, waiter, hearing, None, None, lock.retry, 0, None, lambda got: None)
+    turn.eager = False
+    turn.rest(now_ns())
+    assert turn.due_ns > now_ns() + 10**15
+    assert turn.eager

@@ -268,6 +268,7 @@ class _Turn:
         """
         if self.hearing.listens() and self.retry.count is None:
             self.due_ns = _NEVER
+            self.eager = True  # or nothing would ever come
         elif now >= self.pause_ns or self.retry.count is None:
             self.pause(now)
         else:  # a hint came in between: the pause goes on
