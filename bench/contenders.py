@@ -84,7 +84,7 @@ def _redbolt(urls: Urls, options: Options) -> Library:
     """A lock object per contender; they share the engine.
 
     The option ``engine`` forces one, ``local_queue`` False has each contender wait for itself, and
-    ``renewed`` has the lock treated as one that is renewed.
+    ``renewed`` has the lease renewed.
     """
     import inspect
 
@@ -93,22 +93,22 @@ def _redbolt(urls: Urls, options: Options) -> Library:
     engine = options.get("engine")
     redbolt.engine(engine)  # a forced one that is not there: ImportError
     make: Any = redbolt.Lock if len(urls) == 1 else redbolt.RedLock
+    known = inspect.signature(make).parameters
     more = {}
     if not options.get("local_queue", True):
-        if "local_queue" not in inspect.signature(make).parameters:
+        if "local_queue" not in known:
             raise Unfit("this redbolt knows no local_queue")
         more["local_queue"] = False
     notes: set[str] = set()
+    if options.get("renewed"):
+        if "renew" in known:
+            more["renew"] = True
+        else:
+            notes.add("this redbolt knows no renewed leases: they are fixed")
 
     def lock(key: str) -> Holder:
-        made: Any = make(urls[0] if len(urls) == 1 else urls, key, timeout=LEASE, engine=engine, **more)
-        if options.get("renewed"):
-            if hasattr(made, "_renewed"):
-                made._renewed = True
-            else:
-                notes.add("this redbolt knows no renewed leases: they are fixed")
-        holder: Holder = made
-        return holder
+        made: Holder = make(urls[0] if len(urls) == 1 else urls, key, timeout=LEASE, engine=engine, **more)
+        return made
 
     return Library(lock, (redbolt.NodesUnavailable,), (redbolt.LockError,), notes)
 

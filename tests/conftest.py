@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import redbolt
-from redbolt import _clock, _drive
+from redbolt import _clock, _drive, _losses
 from redbolt._engine import Engine, choose, engine_for
 from redbolt._steps import acquire
 from redbolt.local import LocalNode, LocalNodes, find_server, server_version
@@ -158,7 +158,10 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _agents_running(_five_valkeys: LocalNodes) -> None:
-    """Start both agents, so that their thread and descriptors belong to the baseline."""
+    """Start both agents, so that their thread and descriptors belong to the baseline. The thread that tells
+    of losses ends sooner than usual.
+    """
+    pytest.MonkeyPatch().setattr(_losses, "_LINGER_NS", 20_000_000)
     for kind in KINDS:
         lock = redbolt.Lock(_five_valkeys[0].url, "warm-up", engine=kind)
         lock.acquire()

@@ -500,14 +500,20 @@ def test_tries_and_grants_are_those_of_each_queue_once() -> None:
 
 
 class Made:
-    """A lock that remembers its words; it can be told that its lease is renewed."""
-
-    _renewed = False
+    """A lock that remembers its words."""
 
     def __init__(
-        self, client: str, name: str, *, timeout: float, engine: str, local_queue: bool = True
+        self,
+        client: str,
+        name: str,
+        *,
+        timeout: float,
+        engine: str,
+        local_queue: bool = True,
+        renew: bool | None = None,
     ) -> None:
         self.words = (client, name, timeout, engine, local_queue)
+        self.renew = renew
 
 
 class Older(Made):
@@ -537,12 +543,11 @@ def test_a_lock_is_told_that_its_lease_is_renewed_where_redbolt_knows_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lock, library = made(monkeypatch, Made, renewed=True)
-    assert lock._renewed
+    assert lock.renew is True
     assert library.notes == set()
-    assert not made(monkeypatch, Made)[0]._renewed
-    monkeypatch.delattr(Made, "_renewed")
-    lock, library = made(monkeypatch, Made, renewed=True)
-    assert not hasattr(lock, "_renewed")
+    assert made(monkeypatch, Made)[0].renew is None
+    lock, library = made(monkeypatch, Older, renewed=True)
+    assert lock.renew is None
     assert [*library.notes] == ["this redbolt knows no renewed leases: they are fixed"]
 
 

@@ -404,9 +404,7 @@ def test_a_server_that_does_not_permit_it_gets_the_script(kind: str, valkey: Loc
 
 
 def renewed(place: Place, timeout: float = 10, **options: Any) -> AnyLock:
-    lock = place.lock(timeout=timeout, **options)
-    lock._renewed = True
-    return lock
+    return place.lock(timeout=timeout, renew=True, **options)
 
 
 def test_a_renewed_lease_goes_on_as_it_is(place: Place) -> None:
@@ -467,7 +465,10 @@ def test_a_renewed_lease_of_which_half_is_over_is_given_a_new_one(place: Place, 
     holder = Holder(renewed(place))
     line.join(0, inside=stay)
     line.listens()
+    renewal = holder.lease.renewal
+    assert renewal is not None
     with Monitors(place) as monitors:
+        renewal.pause()  # it would have been renewed long before
         clock(6)
         holder.let_go().result()
         lease = stay.inside()
@@ -1041,7 +1042,8 @@ def test_interrupts_at_any_moment_while_others_pass_it_on(
 ) -> None:
     urls = [server.url for server in valkeys][: FACES[face]]
     span = 0.002 if hits == "acquire" else 0.0004
-    arguments = {"face": face, "urls": urls, "kind": kind, "renewed": longest == "renewed", "hits": hits}
+    arguments: dict[str, Any] = {"face": face, "urls": urls, "kind": kind, "hits": hits}
+    arguments["renewed"] = longest == "renewed"
     with program("lines", "interrupted", times=250, span=span * SLACK, **arguments) as process:
         result = json.loads(finish(process, 60))
     assert result["wrong"] == []

@@ -700,7 +700,7 @@ def test_the_exception_of_the_block_wins_over_that_of_the_release(
 
 def test_a_block_whose_lease_ended_says_so(place: Place, clock: Callable[[float], None]) -> None:
     lock = place.lock(timeout=5)
-    with pytest.raises(LockLost, match="ended while its block ran"):
+    with pytest.raises(LockLost, match="was lost while its block ran: it ran out"):
         with lock:
             place.token(lock)
             clock(5)  # by our clock alone: the key is still there, but nothing warranted it

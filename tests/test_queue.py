@@ -395,8 +395,7 @@ def test_no_update_is_lost_and_everybody_is_served(place: Place, renewed: bool) 
 
     def work(number: int) -> None:
         nonlocal counter
-        lock = place.lock(timeout=30)
-        lock._renewed = renewed
+        lock = place.lock(timeout=30, renew=renewed)
         for _ in range(rounds):
             with lock:
                 inside.append(number)

@@ -658,7 +658,7 @@ def test_validity_ends_before_the_key_does(spot: Spot, clock: Callable[[float], 
 def test_the_last_release_after_the_lease_ran_out_by_our_clock(
     spot: Spot, clock: Callable[[float], None]
 ) -> None:
-    with pytest.raises(LockLost, match="ended while its block ran"):
+    with pytest.raises(LockLost, match="was lost while its block ran: it ran out"):
         with spot.lock(timeout=5):
             clock(5)  # by our clock alone: the key is still there, but nothing warranted it
     assert spot.locks() == []

@@ -12,7 +12,7 @@ from redbolt.errors import (
     ReleaseUnconfirmed,
     SetupError,
 )
-from redbolt.lease import Lease
+from redbolt.lease import Lease, Lost
 from redbolt.lock import Grant, Lock, RedLock
 from redbolt.locker import Locker
 from redbolt.node import Node
@@ -31,6 +31,7 @@ __all__ = [
     "LockNotOwned",
     "LockTimeout",
     "Locker",
+    "Lost",
     "Node",
     "NodesUnavailable",
     "RedLock",

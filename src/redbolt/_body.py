@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace, TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, NoReturn, Self, TypeAlias
 
 from redbolt import _process
 from redbolt._arguments import (
@@ -26,20 +29,23 @@ from redbolt._clock import now_ns
 from redbolt._drive import Target, run
 from redbolt._engine import Votes, chosen
 from redbolt._judge import GRANTED, REFUSED, drift_ns, validity_end_ns
-from redbolt._programs import EXISTS, FORGET, Program
+from redbolt._losses import OnLost, losses_of
+from redbolt._programs import EXISTS, EXTEND, FORGET, Program
 from redbolt._queue import Queue, Waiter, Waiting, queue_for
 from redbolt._steps.acquire import acquire, foreign_type, unavailable
 from redbolt._steps.hand_on import hand_on
 from redbolt._steps.hear import WAYS
 from redbolt._steps.release import conclude, release
-from redbolt.errors import LockError, LockLost, LockNotOwned, LockTimeout
-from redbolt.lease import Lease
+from redbolt._steps.settle import settle
+from redbolt.errors import LockError, LockLost, LockNotOwned, LockTimeout, ReleaseUnconfirmed
+from redbolt.lease import Anchor, Lease, Lost
 from redbolt.node import Node, NodeLike, as_node
 from redbolt.retry import Retry
 
 __all__ = ["DRIFT_FACTOR", "MAX_HANDOFFS", "REDLOCK_LIMIT", "Body", "Command", "OneNode", "node_limit"]
 
 _log = logging.getLogger("redbolt")
+_NEVER = 1 << 62
 
 DRIFT_FACTOR = 0.01
 MAX_HANDOFFS = 16  # in a row; without an end other processes would starve
@@ -61,6 +67,7 @@ def node_limit(node: Node) -> float:
 
 class _ThreadHold(threading.local):
     lease: Lease | None = None
+    anchor: Anchor | None = None
 
 
 class Body(ABC):
@@ -87,6 +94,9 @@ class Body(ABC):
         max_handoffs: int,
         local_queue: bool,
         waiting: str | None,
+        renew: bool | None,
+        max_hold: float | None,
+        on_lost: OnLost | None,
     ) -> None:
         self.name = name
         self.timeout = timeout
@@ -104,7 +114,19 @@ class Body(ABC):
             raise ValueError(f"waiting must be None or one of {', '.join(WAYS)}, not {waiting!r}")
         self._max_handoffs = check_handoffs(max_handoffs)
         self._waiting = waiting
-        self._renewed = False  # whether leases are renewed while held, and so can be passed on as they are
+        self._renewed = timeout is None if renew is None else check_bool(renew, "renew")
+        self._hold_ns = _NEVER if max_hold is None else milliseconds(max_hold, "max_hold") * 1_000_000
+        if max_hold is not None and not self._renewed:
+            raise ValueError("max_hold is for leases that are renewed; a fixed one has its timeout")
+        if on_lost is not None and not callable(on_lost):
+            raise TypeError(f"on_lost must be callable or None, not {type(on_lost).__name__}")
+        self._on_lost = on_lost
+        self._kept = self._renewed or on_lost is not None  # whether the agent looks after its leases
+        if self._kept and _process.is_subinterpreter():
+            raise RuntimeError(
+                "there is no agent in a sub-interpreter, so no lease is renewed there: give a timeout, and"
+                " neither renew=True nor on_lost"
+            )
         self._drift_factor = check_drift(drift_factor)
         self._lease_ms = lease_ms(_DEFAULT_LEASE if timeout is None else timeout, drift_factor)
         self._quorum = check_quorum(quorum, len(nodes))
@@ -122,6 +144,9 @@ class Body(ABC):
         program = self._target.program
         self._queue = queue_for(self._engine, key, program) if local_queue else Queue(self._engine)
         self._hold = self._place()
+        self._me = weakref.ref(self)
+        if self._hold_ns < self._lease_ms * 1_000_000:
+            raise ValueError(f"max_hold must not be shorter than a lease, {self._lease_ms / 1000:g} s")
 
     # ---- what makes a face ----
 
@@ -130,8 +155,8 @@ class Body(ABC):
         return plain
 
     def _place(self) -> Any:
-        """Where the current lease is kept, as its attribute ``lease``."""
-        return _ThreadHold() if self.thread_local else SimpleNamespace(lease=None)
+        """Where the current lease is kept, as its attributes ``lease`` and ``anchor``."""
+        return _ThreadHold() if self.thread_local else SimpleNamespace(lease=None, anchor=None)
 
     def _again(self, lease: Lease, token: bytes | None, retry: Retry, wait_ns: int | None) -> bool:
         """The caller, who holds the lock, acquires it again; False means that it was not held after all.
@@ -143,6 +168,10 @@ class Body(ABC):
     def _once_less(self, lease: Lease) -> None:
         """The caller, who holds the lock more than once, gives it back once."""
         raise AssertionError("a lock that is not reentrant is held once")
+
+    def _renewal(self) -> tuple[Program, Program | None]:
+        """What renews a lease, and what puts it back on a node that has lost it."""
+        return EXTEND, self._target.program
 
     @abstractmethod
     def _drop(self, lease: Lease) -> Command:
@@ -195,6 +224,13 @@ class Body(ABC):
         lease: Lease | None = self._hold.lease
         return 0.0 if lease is None else lease.left()
 
+    @property
+    def lost(self) -> Lost:
+        """Whether the current lease was lost: ``is_set()`` says so at once, ``wait(timeout)`` blocks, and
+        ``reason`` tells why. It stays that of this lease, also in other threads and after the next acquire.
+        """
+        return Lost(self._hold.lease)
+
     def acquire(
         self,
         sleep: float | None = None,
@@ -221,6 +257,7 @@ class Body(ABC):
 
         The source of the algorithm is https://redis.io/docs/latest/develop/use/patterns/distributed-locks/.
         """
+        _process.look()
         engine, hold, target = self._engine, self._hold, self._target
         if not target.key:
             raise ValueError(_NAMELESS)
@@ -250,7 +287,9 @@ class Body(ABC):
                 votes = engine.votes()
                 token = target.fresh() if own is None and target.fresh is not None else own
                 if engine.attempt(votes, self._key, token, *self._tail):
-                    mine = Lease(self._key, self._lease_ms, votes, _process.owner())
+                    mine = Lease(self._key, self._lease_ms, votes, _process.owner(), self._me)
+                    if self._kept:
+                        self._keep(mine)
                     hold.lease = queue.lease = mine
                     return True
                 started_ns = started_ns or votes.started_ns
@@ -263,8 +302,11 @@ class Body(ABC):
                 nonlocal mine
                 if isinstance(got, Lease):
                     mine = got
+                    mine.belong(self._me)
                 else:
-                    mine = Lease(self._key, self._lease_ms, got, _process.owner())
+                    mine = Lease(self._key, self._lease_ms, got, _process.owner(), self._me)
+                if self._kept:
+                    self._keep(mine)
                 hold.lease = queue.lease = mine
 
             started_ns = started_ns or now_ns()
@@ -283,12 +325,99 @@ class Body(ABC):
             if votes is not None and votes.verdict == GRANTED:
                 target.take_back(engine, votes.token, votes.touched)
             if mine is not None:
+                mine.end()  # first: nothing renews it while it is taken back
                 target.take_back(engine, mine.token, mine.touched)
                 if hold.lease is mine:
-                    hold.lease = None
-                mine.end()
+                    hold.lease = hold.anchor = None
                 queue.set_free(mine)
             raise
+
+    def _keep(self, lease: Lease) -> None:
+        """Have the agent look after a lease that this caller has got."""
+        losses = losses_of(self._engine)
+        until_ns = _NEVER if self._hold_ns == _NEVER else now_ns() + self._hold_ns
+        if lease.renewal is not None and (lease.renewed or not self._renewed):
+            lease.renewal.bound(until_ns)
+        else:
+            program, back = self._renewal() if self._renewed else (None, None)
+            target, started_ns, length_ms = self._target, lease.started_ns, lease.length_ms
+            valid_until_ns = lease.valid_until_ns
+            lease.renewal = self._engine.renew(
+                lease.key, lease.token, lease.touched, self._lease_ms, target.quorum, target.drift_ns,
+                target.limit_ns, started_ns, valid_until_ns, until_ns, program, back,
+                losses.gate,  # the next holder may want to hear of it, if this one does not
+            )  # fmt: skip
+            lease.renewed = self._renewed
+            if length_ms != self._lease_ms:  # it was another lock's, or was extended
+                lease.renewal.note(started_ns, length_ms, valid_until_ns)
+            if lease.surely_ns is not None:
+                lease.renewal.doubt(lease.surely_ns)
+        if self._on_lost is not None:
+            losses.listen(lease, self._on_lost)
+        self._hold.anchor = Anchor(lease)
+
+    def _part_with(self, lease: Lease) -> None:
+        """Let go of a lease without ending it."""
+        hold, queue = self._hold, self._queue
+        if hold.anchor is not None:
+            hold.anchor.lease = None
+            hold.anchor = None
+        if hold.lease is lease:
+            hold.lease = None
+        if queue.lease is lease:
+            queue.lease = None
+
+    def _hand_over(self, lease: Lease) -> None:
+        if self._current("hand over") is not lease:
+            raise LockNotOwned(
+                f"cannot hand over lock {self._key!r}: this lease is not held by this caller", self._key
+            )
+        if not lease.held:
+            raise LockLost(f"cannot hand over lock {self._key!r}: {lease.lost_reason}", self._key)
+        place = self._engine, self._target.program
+        try:
+            self._part_with(lease)
+            lease.offer(place)
+        except BaseException:  # an interrupt: it is done all the same, and may be adopted again
+            self._part_with(lease)
+            lease.offer(place)
+            raise
+
+    def adopt(self, lease: Lease) -> None:
+        """Become the holder of a lease that another thread has handed over (`Lease.hand_over`).
+
+        Args:
+            lease: of a lock with the same nodes and name, of the same kind.
+
+        Raises:
+            LockError: nobody has handed it over, or the caller holds the lock already.
+            LockLost: it is lost by now.
+            ValueError: it is of another lock.
+        """
+        place = lease.offered
+        if place is None:
+            raise LockError(f"nobody has handed over this lease of lock {lease.key!r}", lease.key)
+        if lease.key != self._key or place != (self._engine, self._target.program):
+            raise ValueError(f"the lease of {lease.key!r} is not one of lock {self._key!r}")
+        before: Lease | None = self._hold.lease
+        if before is not None and before.held:
+            raise LockError(f"lock {self._key!r} is held by this caller already", self._key)
+        if not lease.take_over(_process.owner()):
+            raise LockError(f"somebody else has taken over this lease of lock {self._key!r}", self._key)
+        try:
+            lease.belong(self._me)
+            losses_of(self._engine).forget(lease)  # from now on it is this lock that is told
+            self._hold.lease = self._queue.lease = lease
+            if lease.held and (self._kept or lease.renewal is not None):
+                self._keep(lease)
+        except BaseException:  # an interrupt: it is nobody's again
+            self._part_with(lease)
+            lease.offer(place)
+            raise
+        if not lease.held:
+            reason = lease.lost_reason
+            self._part_with(lease)
+            raise LockLost(f"cannot adopt the lease of lock {self._key!r}: {reason}", self._key)
 
     def _current(self, what: str) -> Lease:
         lease: Lease | None = self._hold.lease
@@ -319,14 +448,16 @@ class Body(ABC):
             return
         queue, limit_ns, begun_ns = self._queue, self._limit_ns, 0
         passes = queue.waiters and queue.handoffs < self._max_handoffs and lease.held
+        lost = lease.found_lost
         first = not lease.release_unknown
         lease.release_unknown = True  # until we know better
         votes = engine.votes()
         drop = self._drop(lease)
         if queue.lease is lease:
             queue.lease = None
+        anchor = hold.anchor  # kept in this frame: when it goes, the renewal ends
         try:
-            hold.lease = None  # first: the next holder may be another thread with this object
+            hold.lease = hold.anchor = None  # first: the next holder may be another thread with this object
             if passes:
                 begun_ns = now_ns()
                 swapped = run(hand_on(engine, self._target, queue, lease, self._renewed), engine)
@@ -335,12 +466,20 @@ class Body(ABC):
                 if swapped:  # in vain, and some nodes may have exchanged the token before it was taken back
                     first = swapped.verdict == REFUSED and not swapped.yes
                     limit_ns = max(1_000_000, begun_ns + limit_ns - now_ns())
+            lease.abandon()
             program, args = drop
             engine.round(votes, program, self._key, args, self._quorum, limit_ns, lease.touched)
             if votes.verdict != GRANTED:
                 begun_ns = begun_ns or votes.started_ns
                 votes = run(release(engine, self._target, drop, lease.touched, votes, begun_ns), engine)
                 first = False
+        except ReleaseUnconfirmed as error:
+            if not lost:
+                hold.lease = lease
+                raise
+            if queue.waiters:
+                queue.set_free(lease)
+            self._conclude_lost(lease, lost, error)
         except BaseException:
             if hold.lease is None and not lease.ended:
                 hold.lease = lease  # it can be tried again
@@ -348,12 +487,23 @@ class Body(ABC):
         finally:
             if queue.waiters and not lease.ended:
                 queue.set_free(lease)
+            del anchor
         if lease.latch:
             engine.post(FORGET, lease.latch, ())
+        if lost:
+            self._conclude_lost(lease, lost)
         if votes.hits:
             lease.end()
         else:
             conclude(lease, votes, first)
+        if self._on_lost is not None:
+            losses_of(engine).forget(lease)
+
+    def _conclude_lost(self, lease: Lease, reason: str, error: ReleaseUnconfirmed | None = None) -> NoReturn:
+        if self._on_lost is not None:
+            losses_of(self._engine).forget(lease)
+        lease.end()
+        raise LockLost(f"lock {self._key!r} was lost before it was released: {reason}", self._key) from error
 
     def extend(self, additional_time: float, replace_ttl: bool = False) -> bool:
         """Lengthen the lease.
@@ -361,6 +511,7 @@ class Body(ABC):
         Args:
             additional_time: seconds to add to what is left of the lease.
             replace_ttl: True: the seconds are the new remaining time, instead of being added. Default False.
+                A lease that is renewed is not made shorter than it is made by each renewal.
 
         Returns:
             True. After an extension that was not answered (`NodesUnavailable`) the lease is good for no
@@ -376,12 +527,15 @@ class Body(ABC):
         length_ms = milliseconds(additional_time, "additional_time")
         check_bool(replace_ttl, "replace_ttl")
         lease = self._current("extend")
-        now = now_ns()
-        if not lease.held:
-            raise LockLost(f"cannot extend lock {self._key!r}: its lease has ended", self._key)
-        if not replace_ttl:
-            length_ms += -(-(lease.started_ns + lease.length_ms * 1_000_000 - now) // 1_000_000)
-        return self._renew(lease, length_ms, now)
+        with self._quiet(lease):
+            now = now_ns()
+            if not lease.held:
+                raise LockLost(f"cannot extend lock {self._key!r}: its lease has ended", self._key)
+            if not replace_ttl:
+                length_ms += -(-(lease.started_ns + lease.length_ms * 1_000_000 - now) // 1_000_000)
+            if lease.renewed:
+                length_ms = max(length_ms, self._lease_ms)
+            return self._renew(lease, length_ms, now)
 
     def reacquire(self) -> bool:
         """Give the lease its full length again, from now on.
@@ -393,9 +547,24 @@ class Body(ABC):
             LockNotOwned, LockLost, NodesUnavailable: as in `extend`.
         """
         lease = self._current("reacquire")
-        if not lease.held:
-            raise LockLost(f"cannot reacquire lock {self._key!r}: its lease has ended", self._key)
-        return self._renew(lease, self._lease_ms, now_ns())
+        with self._quiet(lease):
+            if not lease.held:
+                raise LockLost(f"cannot reacquire lock {self._key!r}: its lease has ended", self._key)
+            return self._renew(lease, self._lease_ms, now_ns())
+
+    @contextmanager
+    def _quiet(self, lease: Lease) -> Iterator[None]:
+        """Nothing but the holder writes the token meanwhile."""
+        renewal = lease.renewal
+        if renewal is None:
+            yield
+            return
+        try:
+            renewal.pause()
+            run(settle(lease, now_ns() + self._limit_ns), self._engine)
+            yield
+        finally:
+            renewal.resume()
 
     def _renew(self, lease: Lease, length_ms: int, now: int) -> bool:
         drift = drift_ns(length_ms, self._drift_factor)
@@ -414,7 +583,7 @@ class Body(ABC):
             lease.renew(votes.started_ns, length_ms, valid_until_ns)
             return True
         if votes.verdict == REFUSED or (votes.verdict == GRANTED and not lease.held):
-            lease.end()
+            lease.lose()
             self._target.take_back(engine, lease.token, lease.touched)
             raise LockLost(f"lock {self._key!r} is lost: its token is gone from the servers", self._key)
         if votes.touched:
@@ -467,9 +636,9 @@ class Body(ABC):
             if before is not None and lease is before:
                 before.count = count
             elif lease is not None and lease.owner == _process.owner():
+                lease.end()
                 self._target.take_back(self._engine, lease.token, lease.touched)
                 self._hold.lease = None
-                lease.end()
                 self._queue.set_free(lease)
             raise
 
@@ -477,11 +646,11 @@ class Body(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         lease = self.lease
-        lost = lease is not None and not lease.held and not lease.release_unknown
+        lost = "" if lease is None or lease.release_unknown else lease.lost_reason
         try:
             self.release()
             if lost:
-                raise LockLost(f"the lease of lock {self._key!r} ended while its block ran", self._key)
+                raise LockLost(f"lock {self._key!r} was lost while its block ran: {lost}", self._key)
         except LockError as problem:
             if error is not None:
                 error.add_note(f"and the lock was not released cleanly: {problem}")
@@ -517,6 +686,9 @@ class OneNode(Body):
         max_handoffs: int = MAX_HANDOFFS,
         local_queue: bool = True,
         waiting: str | None = None,
+        renew: bool | None = None,
+        max_hold: float | None = None,
+        on_lost: OnLost | None = None,
     ) -> None:
         node = as_node(client)
         if node_timeout is None:
@@ -524,5 +696,5 @@ class OneNode(Body):
         self._set_up(
             (node,), name, key_bytes(prefix, name), timeout, sleep, blocking, blocking_timeout, thread_local,
             raise_on_release_error, retry, node_timeout, engine, None, DRIFT_FACTOR, max_handoffs,
-            local_queue, waiting,
+            local_queue, waiting, renew, max_hold, on_lost,
         )  # fmt: skip

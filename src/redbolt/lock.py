@@ -12,6 +12,7 @@ from redbolt._body import DRIFT_FACTOR, MAX_HANDOFFS, REDLOCK_LIMIT, Command, On
 from redbolt._by_key import ByKey
 from redbolt._clock import now_ns
 from redbolt._engine import Votes
+from redbolt._losses import OnLost
 from redbolt._programs import DROP, EXTEND, OWNED
 from redbolt.lease import Lease
 from redbolt.node import NodeLike, as_nodes
@@ -31,7 +32,7 @@ class Lock(OneNode):
             ``valkey.Valkey`` whose settings are copied, or a `Node`.
         name: name of the lock.
         timeout: length of the lease in seconds; rounded up to whole milliseconds. None (the default) for 30
-            seconds.
+            seconds, renewed every third of that while its holder lives.
         sleep: longest pause between two tries of a waiting acquire, in seconds, where the server cannot tell
             of a release. Default 0.1.
         blocking: whether `acquire` waits while the lock is taken. Default True.
@@ -51,6 +52,13 @@ class Lock(OneNode):
             them talks to the servers. False: each waits for itself, and nothing is handed on.
         waiting: ``"tracking"``, ``"channel"`` or ``"polling"`` force a way of waiting; None (the default)
             takes the first of them that the server has. See the property `waiting`.
+        renew: whether the lease is renewed while it is held. None (the default): only without a ``timeout``.
+            Renewal ends with the release, with the lock object, with the thread that holds the lock (if
+            ``thread_local``), and with the process.
+        max_hold: seconds after which a lease is not renewed any more and so is lost, for a holder that is
+            stuck. At least one lease. None (the default): never.
+        on_lost: called once as ``on_lost(lease, reason)`` when a lease is lost while it is held, in a thread
+            of its own, before the end of its validity if it is renewed, else at the end. Default none.
 
     Raises:
         ValueError, TypeError: an argument cannot work; nothing is sent.
@@ -102,7 +110,7 @@ class RedLock(Lock):
             best.
         name: name of the lock; None (the default) for the manager style alone.
         timeout, sleep, blocking, blocking_timeout, thread_local, raise_on_release_error, prefix, retry,
-            engine, max_handoffs, local_queue, waiting: as for `Lock`.
+            engine, max_handoffs, local_queue, waiting, renew, max_hold, on_lost: as for `Lock`.
         node_timeout: seconds that a node may take to answer. Default 0.05. One that takes longer is left
             out until it answers.
         quorum: how many nodes must agree; default and least: a majority.
@@ -137,12 +145,15 @@ class RedLock(Lock):
         max_handoffs: int = MAX_HANDOFFS,
         local_queue: bool = True,
         waiting: str | None = None,
+        renew: bool | None = None,
+        max_hold: float | None = None,
+        on_lost: OnLost | None = None,
     ) -> None:
         key = b"" if name is None else key_bytes(prefix, name)
         self._set_up(
             as_nodes(clients), name, key, timeout, sleep, blocking, blocking_timeout, thread_local,
             raise_on_release_error, retry, node_timeout, engine, quorum, clock_drift_factor, max_handoffs,
-            local_queue, waiting,
+            local_queue, waiting, renew, max_hold, on_lost,
         )  # fmt: skip
         key_bytes(prefix, "resource")
         self._prefix = prefix

@@ -11,11 +11,11 @@ from redbolt._clock import now_ns
 from redbolt._drive import Target, run
 from redbolt._engine import MAX_KEY, Engine
 from redbolt._judge import GRANTED, REFUSED
-from redbolt._programs import COUNT, ENTER, FORCE, HOLDS, LEAVE, SUCCEED
+from redbolt._programs import COUNT, ENTER, FORCE, HOLDS, LEAVE, PROLONG, SUCCEED, Program
 from redbolt._steps.acquire import unavailable
 from redbolt._steps.reenter import reenter, set_count
 from redbolt.errors import LockLost
-from redbolt.lease import Lease
+from redbolt.lease import Anchor, Lease
 from redbolt.retry import Retry
 
 __all__ = ["ReentrantLock"]
@@ -28,6 +28,7 @@ class _Holds(threading.local):
 
     def __init__(self) -> None:
         self.leases: dict[tuple[Engine, bytes], Lease] = {}
+        self.anchors: dict[tuple[Engine, bytes], Anchor] = {}
 
 
 _holds = _Holds()
@@ -52,6 +53,17 @@ class _Place:
         else:
             _holds.leases[self._name] = lease
 
+    @property
+    def anchor(self) -> Anchor | None:
+        return _holds.anchors.get(self._name)
+
+    @anchor.setter
+    def anchor(self, anchor: Anchor | None) -> None:
+        if anchor is None:
+            _holds.anchors.pop(self._name, None)
+        else:
+            _holds.anchors[self._name] = anchor
+
 
 def companion(purpose: str, key: bytes) -> bytes:
     """The name of a further key or channel of a lock, in the same slot of a cluster as its key."""
@@ -68,9 +80,10 @@ class ReentrantLock(OneNode):
 
     Args:
         client, name, sleep, blocking, blocking_timeout, raise_on_release_error, prefix, retry, node_timeout,
-            engine, max_handoffs, local_queue, waiting: as for `Lock`.
+            engine, max_handoffs, local_queue, waiting, renew, max_hold, on_lost: as for `Lock`.
         timeout: length of the lease in seconds, which begins anew whenever the count changes; rounded up to
-            whole milliseconds. None (the default) for 30 seconds.
+            whole milliseconds. None (the default) for 30 seconds, renewed every third of that while the
+            thread that holds it lives (with Redisson, while the client does).
         thread_local: True; such a lock always belongs to a thread.
 
     Raises:
@@ -117,6 +130,9 @@ class ReentrantLock(OneNode):
     def _prolong(self, lease: Lease, length_ms: int) -> Command:
         return COUNT, (lease.token, b"%d" % length_ms, b"%d" % lease.count)
 
+    def _renewal(self) -> tuple[Program, Program | None]:
+        return PROLONG, None  # on a single node there is nothing to put back
+
     def _owns(self, lease: Lease) -> Command:
         return HOLDS, (lease.token,)
 
@@ -153,9 +169,9 @@ class ReentrantLock(OneNode):
 
     def _forget(self, lease: Lease) -> None:
         """The lock is no longer this thread's."""
-        lease.end()
+        lease.lose()
         if self._hold.lease is lease:
-            self._hold.lease = None
+            self._hold.lease = self._hold.anchor = None
         self._target.take_back(self._engine, lease.token, lease.touched)
 
     def force_unlock(self) -> bool:
@@ -174,5 +190,5 @@ class ReentrantLock(OneNode):
             raise unavailable(engine, votes, target, "cannot free")
         if lease is not None:
             lease.end()
-            self._hold.lease = None
+            self._hold.lease = self._hold.anchor = None
         return votes.verdict == GRANTED

@@ -168,7 +168,7 @@ MUTANTS = (
     ),
     _both(
         "what was put back on a node is not released there",
-        Change(HANDING_ON, "        heir.touched |= lost  # before it is there\n", ""),
+        Change(HANDING_ON, "        heir.touch(lost)  # before it is there\n", ""),
         tests=(f"{ORDER}::test_what_is_put_back_on_a_node_is_released_there",),
     ),
     _both(

@@ -94,8 +94,7 @@ def interrupted(
     served = [0] * 3
 
     def use(number: int) -> None:
-        mine = a_lock(face, urls, kind)
-        mine._renewed = renewed
+        mine = a_lock(face, urls, kind, renew=renewed)
         try:
             while not stop.is_set():
                 if not mine.acquire(blocking_timeout=5 * SLACK):
@@ -115,8 +114,7 @@ def interrupted(
         thread.start()
     shot = shots(bell)
     hit = kept = 0
-    lock = a_lock(face, urls, kind)
-    lock._renewed = renewed
+    lock = a_lock(face, urls, kind, renew=renewed)
     ends = time.monotonic() + 20 * SLACK
     for count in itertools.count():
         if (count >= times and hit > times / 10) or wrong or time.monotonic() > ends:

@@ -1,8 +1,9 @@
 """A release while others of the process wait: the lock goes to the next of them, and not back to the servers.
 
-A lease that is renewed while somebody holds it goes on as it is: same token, new owner, nothing is sent. Any
-other is exchanged for a full one with a token of its own, in a single compare-and-set: where it succeeds, the
-old token is gone and the new one is there, and nobody else could come in between.
+A lease that is renewed while somebody holds it goes on as it is, if both ask for the same of it: same token,
+new owner, nothing is sent. Any other is exchanged for a full one with a token of its own, in a single
+compare-and-set: where it succeeds, the old token is gone and the new one is there, and nobody else could come
+in between.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from redbolt._drive import Step, Target, Try
 from redbolt._engine import Engine, Votes
 from redbolt._judge import GRANTED, NO, OPEN, YES
 from redbolt._queue import Queue, Waiter
+from redbolt._steps.settle import settle
 from redbolt.lease import Lease
 
 __all__ = ["hand_on"]
 
 _OFTEN: Final = 4
+_SETTLE_NS: Final = 5_000_000
 
 
 def hand_on(
@@ -45,10 +48,12 @@ def hand_on(
         waiter = queue.reserve(meant)
         if waiter is None:
             return False
-        if renewed and waiter.renewed and _is_fresh(lease):
+        if renewed and waiter.renewed and _is_fresh(lease) and waiter.target[1:5] == target[1:5]:
             heir = lease.successor(waiter.owner)
-            lease.end()
+            lease.pass_on()
         else:
+            lease.abandon()
+            yield from settle(lease, now_ns() + _SETTLE_NS)
             votes = engine.votes()
             wish = waiter.target
             token = None if wish.fresh is None else wish.fresh()
@@ -72,7 +77,7 @@ def hand_on(
             if heir is None:
                 queue.put_back(waiter)
             else:  # it is done; the interrupt goes on
-                lease.end()
+                lease.pass_on()  # its renewal may be the heir's
                 queue.give(waiter, heir)
         raise
     return True
@@ -120,6 +125,6 @@ def _mend(
     limit_ns = votes.started_ns + target.limit_ns - now_ns()
     if lost and limit_ns > 0:
         back = engine.votes()
-        heir.touched |= lost  # before it is there
+        heir.touch(lost)  # before it is there
         enough = wish._replace(quorum=lost.bit_count(), limit_ns=limit_ns)
         yield Try(back, enough.arguments(heir.token), lost)

@@ -14,6 +14,7 @@ from redbolt._engine import Engine, Votes
 from redbolt._judge import GRANTED, UNDECIDED, validity_end_ns
 from redbolt._programs import COUNT
 from redbolt._steps.acquire import unavailable
+from redbolt._steps.settle import settle
 from redbolt.errors import SetupError
 from redbolt.lease import Lease
 from redbolt.retry import Retry
@@ -23,16 +24,24 @@ __all__ = ["reenter", "set_count"]
 
 def set_count(engine: Engine, target: Target, lease: Lease) -> Generator[Step, None, Votes]:
     """Set count and life on the server to what the lease counts and the target asks for."""
-    lease.shorten(validity_end_ns(now_ns(), target.lease_ms, target.drift_ns))
-    votes = engine.votes()
-    args = (lease.token, b"%d" % target.lease_ms, b"%d" % lease.count)
-    yield Ask(votes, COUNT, target.key, args, target.quorum, target.limit_ns)
-    valid_until_ns = validity_end_ns(votes.started_ns, target.lease_ms, target.drift_ns)
-    if votes.verdict == GRANTED and votes.ended_ns < valid_until_ns:
-        lease.renew(votes.started_ns, target.lease_ms, valid_until_ns)
-    elif votes.verdict == UNDECIDED and votes.touched:
-        lease.doubt(votes.started_ns, valid_until_ns)
-    return votes
+    renewal = lease.renewal
+    try:
+        if renewal is not None:
+            renewal.pause()
+            yield from settle(lease, now_ns() + target.limit_ns)
+        lease.shorten(validity_end_ns(now_ns(), target.lease_ms, target.drift_ns))
+        votes = engine.votes()
+        args = (lease.token, b"%d" % target.lease_ms, b"%d" % lease.count)
+        yield Ask(votes, COUNT, target.key, args, target.quorum, target.limit_ns)
+        valid_until_ns = validity_end_ns(votes.started_ns, target.lease_ms, target.drift_ns)
+        if votes.verdict == GRANTED and votes.ended_ns < valid_until_ns:
+            lease.renew(votes.started_ns, target.lease_ms, valid_until_ns)
+        elif votes.verdict == UNDECIDED and votes.touched:
+            lease.doubt(votes.started_ns, valid_until_ns)
+        return votes
+    finally:
+        if renewal is not None:
+            renewal.resume()
 
 
 def reenter(
