@@ -319,7 +319,7 @@ def test_an_interrupt_at_any_moment(front: TlsFront, valkey_node: LocalNode) -> 
 @pytest.mark.parametrize("scenario", ["while_holding", "then_take_over"])
 def test_a_fork(front: TlsFront, valkey_node: LocalNode, scenario: str) -> None:
     """The child says no goodbye on its parent's connections, which the parent goes on using."""
-    arguments = {"thread_local": True} if scenario == "while_holding" else {}
+    arguments: dict[str, Any] = {"thread_local": True} if scenario == "while_holding" else {}
     with program("forks", scenario, urls=[front.url], kind="pure", **arguments) as process:
         finish(process)
     eventually(lambda: raw(valkey_node, "DBSIZE") == 0)

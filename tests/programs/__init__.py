@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.kit.clients import SLACK
@@ -28,14 +28,28 @@ def main(scenarios: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def program(name: str, scenario: str, **arguments: Any) -> Iterator[subprocess.Popen[str]]:
-    """Start a program; at the end of the block it is killed, with everything that it has forked."""
+def program(
+    name: str,
+    scenario: str,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a program; at the end of the block it is killed, with everything that it has forked.
+
+    Args:
+        name, scenario: which one.
+        flags: for the interpreter.
+        environment: variables to add.
+        arguments: of the scenario.
+    """
     with subprocess.Popen(
-        [sys.executable, "-m", f"tests.programs.{name}", json.dumps([scenario, arguments])],
+        [sys.executable, *flags, "-m", f"tests.programs.{name}", json.dumps([scenario, arguments])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, **(environment or {})},
         start_new_session=True,  # a process group of its own
     ) as process:
         try:

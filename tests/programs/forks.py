@@ -9,12 +9,10 @@ import os
 import select
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import redbolt
 from redbolt import LockNotOwned
 from redbolt._clock import now_ns
 from tests.kit.clients import SLACK, raw
@@ -60,7 +58,7 @@ def while_holding(urls: list[str], kind: str, thread_local: bool) -> None:
     assert lock.owned()
     for url in urls:
         raw(url, "CONFIG", "RESETSTAT")
-    connections = [_clients(url) for url in urls]
+    connections = [clients(url) for url in urls]
 
     def child() -> bool:
         assert not lock.held
@@ -91,13 +89,13 @@ def while_holding(urls: list[str], kind: str, thread_local: bool) -> None:
     assert lock.owned()
     assert lock.extend(1)
     for url, before in zip(urls, connections, strict=True):
-        assert before <= _clients(url)  # the parent's connection is the same, and still good
+        assert before <= clients(url)  # the parent's connection is the same, and still good
     lock.release()
     assert lock.acquire(blocking=False)
     lock.release()
 
 
-def _clients(url: str) -> set[str]:
+def clients(url: str) -> set[str]:
     """The connections that have sent something else than the commands of this very look."""
     clients = raw(url, "CLIENT", "LIST")
     text = clients.decode() if isinstance(clients, bytes) else str(clients)
@@ -145,46 +143,6 @@ def twice(urls: list[str], kind: str) -> None:
     assert result(fork(child))
     assert lock.owned()
     lock.release()
-
-
-def in_the_middle_of_rounds(urls: list[str], kind: str, times: int) -> None:
-    """Other threads are inside rounds, and may hold any mutex, at the moment of the fork."""
-    with place(urls, kind):
-        pass  # everything is imported by now: a module that is half imported in the child would stay so
-    stop = threading.Event()
-    problems: list[str] = []
-
-    def busy(number: int) -> None:
-        cycles = 0
-        try:
-            while not stop.is_set():
-                some = urls if number % 2 else urls[:1]
-                with place(some, kind, f"busy {number}", node_timeout=2) as lock:
-                    lock.extend(1)
-                cycles += 1
-        except BaseException as error:
-            problems.append(repr(error))
-        if cycles < 5:
-            problems.append(f"thread {number} had {cycles} cycles")
-
-    threads = [threading.Thread(target=busy, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-
-    def child() -> bool:
-        for some in (urls, urls[:1]):
-            with place(some, kind, f"child {os.getpid()}", node_timeout=2) as lock:
-                assert lock.owned()
-        redbolt.close()
-        return True
-
-    for i in range(times):
-        end = os._exit if i % 10 else sys.exit  # the first is quicker
-        assert result(fork(child, end)) is True  # type: ignore[arg-type]
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not problems, problems
 
 
 def tokens(urls: list[str], kind: str, children: int) -> None:
