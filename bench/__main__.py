@@ -28,7 +28,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m bench",
         description=__doc__,
         epilog="`python -m bench stock --help`: many contenders for one lock; "
-        "`python -m bench handoff --help`: how fast a lock is passed on",
+        "`python -m bench handoff --help`: how fast a lock is passed on; "
+        "`python -m bench renew --help`: what it costs that leases are renewed",
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="about a minute in all; without it about four")
@@ -149,6 +150,10 @@ def main(argv: Sequence[str]) -> int:
         from bench import handoff
 
         return handoff.main(list(argv[1:]))
+    if argv[:1] == ["renew"]:
+        from bench import renew
+
+        return renew.main(list(argv[1:]))
     args = arguments(argv)
     try:
         return measure(args, argv)

@@ -37,6 +37,18 @@ COLUMNS = (
     ("best ms", "best_ms", "{:.1f}"),
     ("x floor", "floor", "{median:.2f} ({low:.2f}-{high:.2f})"),
     ("ratio", "ratio", "{median:.2f} ({low:.2f}-{high:.2f})"),
+    ("nodes", "nodes", "{}"),
+    ("leases", "leases", "{:,}"),
+    ("acquired in s", "acquired_s", "{:.1f}"),
+    ("CPU %", "cpu_percent", "{:.1f}"),
+    ("renewals/s", "renewals_rate", "{:,.0f}"),
+    ("CPU ms/1,000 renewals", "ms_per_1000", "{:.1f}"),
+    ("least", "least", "{:,}"),
+    ("failed", "failed", "{:,}"),
+    ("lost", "lost", "{:,}"),
+    ("sockets", "sockets", "{first}, {last}"),
+    ("threads", "threads", "{first}, {last}"),
+    ("nodes CPU %", "nodes_percent", "{:.1f}"),
 )
 
 
@@ -119,10 +131,13 @@ def head(
 
 
 def _targets(result: Mapping[str, Any]) -> str:
-    def verdict(one: Mapping[str, Any]) -> str:
-        return f"{one['target']}: {one['measured']:.2f} {'met' if one['met'] else '**missed**'}"
+    informs = result.get("informs", False)
+    missed = "missed" if informs else "**missed**"
 
-    return "; ".join(map(verdict, result["targets"]))
+    def verdict(one: Mapping[str, Any]) -> str:
+        return f"{one['target']}: {one['measured']:.2f} {'met' if one['met'] else missed}"
+
+    return ("for information: " if informs else "") + "; ".join(map(verdict, result["targets"]))
 
 
 def _table(scenario: Mapping[str, Any]) -> Iterator[list[str]]:
