@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -13,7 +12,7 @@ import redbolt
 from bench import environments
 from bench.cores import HOW, Cores, can_pin
 from bench.peers import PEERS
-from bench.report import Progress, draw, head, lines, picture
+from bench.report import Progress, draw, head, picture, publish
 from bench.runner import Plan
 from bench.scenarios import Imports, ManyNodes, OneNode, OneStopped, Scenario, Setup, ThreadsOnKeys
 from redbolt.local import LocalNodes
@@ -127,12 +126,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> int:
             results.append(scenario.run(progress.step))
         progress.end()
 
-        text = json.dumps({"head": top, "scenarios": results}, indent=1)
-        if args.json == "-":
-            print(text)
-        elif args.json:
-            Path(args.json).write_text(text + "\n")
-        print(*lines(top, results), sep="\n", file=sys.stderr if args.json == "-" else sys.stdout)
+        publish(top, results, args.json)
         if plotter:
             cycles = (OneNode, ManyNodes)
             each = zip(results, scenarios, strict=True)

@@ -14,12 +14,10 @@ On one core also what the holder does after its release counts, if it is done be
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,7 +27,7 @@ from bench.floor import build
 from bench.handoff_floor import SOURCE, TOLD_BY
 from bench.handoff_run import BETWEEN, Pair, Program
 from bench.peers import CONTENDING, Contending
-from bench.report import Progress, head, lines
+from bench.report import Progress, head, publish
 from bench.runner import Plan, Slice, figures, ratios, summary
 from bench.scenarios import Result, Scenario, Setup, at_most
 from redbolt.local import LocalNodes
@@ -177,13 +175,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> int:
             results.append(scenario.run(progress.step))
         progress.end()
 
-    text = json.dumps({"head": top, "scenarios": results}, indent=1)
-    if args.json == "-":
-        print(text)
-    elif args.json:
-        Path(args.json).write_text(text + "\n")
-    out = sys.stderr if args.json == "-" else sys.stdout
-    print(*lines(top, results), NOTE, sep="\n", file=out)
+    publish(top, results, args.json, NOTE)
     return 0
 
 

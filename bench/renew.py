@@ -11,12 +11,10 @@ wants. The rows take turns in short slices.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,7 +23,7 @@ from bench.cores import HOW, Cores, can_pin
 from bench.environments import Unavailable
 from bench.peers import CONTENDING
 from bench.renew_leases import NORM, Leases, Size
-from bench.report import Progress, head, lines
+from bench.report import Progress, head, publish
 from bench.runner import Plan, Slice, cycles, figures, ratios, summary
 from bench.scenarios import Result, Scenario, Setup, at_most
 from redbolt.local import LocalNodes
@@ -197,13 +195,7 @@ def measure(args: argparse.Namespace, argv: Sequence[str]) -> int:
             results.append(scenario.run(progress.step))
         progress.end()
 
-    text = json.dumps({"head": top, "scenarios": results}, indent=1)
-    if args.json == "-":
-        print(text)
-    elif args.json:
-        Path(args.json).write_text(text + "\n")
-    out = sys.stderr if args.json == "-" else sys.stdout
-    print(*lines(top, results), NOTE, sep="\n", file=out)
+    publish(top, results, args.json, NOTE)
     return int(any(is_wrong(row) for result in results for row in result["rows"]))
 
 

@@ -20,7 +20,7 @@ import redis
 import redbolt
 from bench.runner import Slice
 
-__all__ = ["Progress", "draw", "head", "lines", "picture", "without_credentials"]
+__all__ = ["Progress", "draw", "head", "lines", "picture", "publish", "without_credentials"]
 
 DRAWING = Path(__file__).with_name("draw.py")
 
@@ -153,6 +153,18 @@ def _table(scenario: Mapping[str, Any]) -> Iterator[list[str]]:
             else:
                 cells.append("" if value is None else form.format(value))
         yield [result["row"], *cells, result.get("missing") or _targets(result)]
+
+
+def publish(
+    head: Mapping[str, str], scenarios: Sequence[Mapping[str, Any]], json_to: str | None, *notes: str
+) -> None:
+    """Print the report. All figures go to a file, or to the standard output ("-"), and then it does not."""
+    text = json.dumps({"head": head, "scenarios": scenarios}, indent=1)
+    if json_to == "-":
+        print(text)
+    elif json_to:
+        Path(json_to).write_text(text + "\n")
+    print(*lines(head, scenarios), *notes, sep="\n", file=sys.stderr if json_to == "-" else sys.stdout)
 
 
 def lines(head: Mapping[str, str], scenarios: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -15,7 +15,18 @@ from redbolt.lease import Lease
 from redbolt.local import LocalNodes
 from tests.kit.clients import SLACK, eventually, raw
 from tests.kit.line import AnyLock, nothing_left
-from tests.kit.renewing import LIMIT, Witness, age, count, is_young, lease_of, lives, once_more, renewed
+from tests.kit.renewing import (
+    LIMIT,
+    Witness,
+    age,
+    count,
+    is_young,
+    lease_of,
+    lives,
+    once_more,
+    renewed,
+    witnesses,
+)
 from tests.kit.rounds import InBackground
 from tests.kit.waiting import FACES, NAME, Place
 
@@ -29,15 +40,8 @@ def place(request: pytest.FixtureRequest, kind: str, valkeys: LocalNodes) -> Ite
 
 @pytest.fixture
 def witness(place: Place) -> Iterator[Callable[..., Witness]]:
-    made: list[Witness] = []
-
-    def make(timeout: float | None = None) -> Witness:
-        made.append(Witness(place, timeout))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with witnesses(place) as make:
+        yield make
 
 
 @pytest.fixture

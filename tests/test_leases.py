@@ -26,7 +26,18 @@ from tests.kit.clients import SLACK, eventually, raw
 from tests.kit.faults import E
 from tests.kit.line import AnyLock, Holder, Line, Stay, _scripts, nothing_left, token_on, writes
 from tests.kit.monitor import Monitor
-from tests.kit.renewing import LIMIT, Witness, age, count, is_young, lease_of, lives, once_more, renewed
+from tests.kit.renewing import (
+    LIMIT,
+    Witness,
+    age,
+    count,
+    is_young,
+    lease_of,
+    lives,
+    once_more,
+    renewed,
+    witnesses,
+)
 from tests.kit.rounds import InBackground
 from tests.kit.scripted import ScriptedNode
 from tests.kit.waiting import FACES, NAME, OWNER, Place, settled
@@ -42,15 +53,8 @@ def place(request: pytest.FixtureRequest, kind: str, valkeys: LocalNodes) -> Ite
 
 @pytest.fixture
 def witness(place: Place) -> Iterator[Callable[..., Witness]]:
-    made: list[Witness] = []
-
-    def make(timeout: float | None = None) -> Witness:
-        made.append(Witness(place, timeout))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+    with witnesses(place) as make:
+        yield make
 
 
 # ---- which leases are renewed, and how ----

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from redbolt.lease import Lease
@@ -10,7 +12,18 @@ from .clients import SLACK, eventually, raw
 from .line import AnyLock
 from .waiting import NAME, Place
 
-__all__ = ["LIMIT", "Witness", "age", "count", "is_young", "lease_of", "lives", "once_more", "renewed"]
+__all__ = [
+    "LIMIT",
+    "Witness",
+    "age",
+    "count",
+    "is_young",
+    "lease_of",
+    "lives",
+    "once_more",
+    "renewed",
+    "witnesses",
+]
 
 LIMIT = 2.0 * SLACK
 """Seconds that a node may take, where slowness is not the point."""
@@ -78,3 +91,17 @@ class Witness:
 
     def close(self) -> None:
         self.lock.release()
+
+
+@contextmanager
+def witnesses(place: Place) -> Iterator[Callable[..., Witness]]:
+    """Makes some: ``make(timeout)``."""
+    made: list[Witness] = []
+
+    def make(timeout: float | None = None) -> Witness:
+        made.append(Witness(place, timeout))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -10,6 +10,10 @@ CLOCK = "tests/test_clock.py"
 FAULTS = "tests/test_rules_faults.py"
 HAND_ON = "tests/test_hand_on.py"
 HOLDERS = "tests/test_rules_holders.py"
+LEASES = "tests/test_leases.py"
+LOSSES = "tests/test_lease_loss.py"
+RENEWALS = "tests/test_renewal_engine.py"
+RENEWAL_FAULTS = "tests/test_renewal_faults.py"
 INTERRUPTS = "tests/test_interrupts.py"
 ORDER = "tests/test_order_and_undo.py"
 QUEUE = "tests/test_queue.py"
@@ -21,11 +25,14 @@ WATCH = "tests/test_watch.py"
 PROGRAMS = "src/redbolt/_programs.py"
 ARGUMENTS = "src/redbolt/_arguments.py"
 BODY = "src/redbolt/_body.py"
+KEEP = "_core/keep.pxi"
+LEASE = "src/redbolt/lease.py"
 LINE = "src/redbolt/_queue.py"
 ACQUIRE = "src/redbolt/_steps/acquire.py"
 HANDING_ON = "src/redbolt/_steps/hand_on.py"
 HEARING = "src/redbolt/_steps/hear.py"
 PURE = "src/redbolt/_pure/engine.py"
+PURE_KEEPER = "src/redbolt/_pure/keeper.py"
 PURE_CONNECTION = "src/redbolt/_pure/connection.py"
 ENGINE = "_core/engine.pxi"
 ROUND = "_core/round.pxi"
@@ -234,5 +241,57 @@ MUTANTS = (
             "            if False and others is not None:\n",
         ),
         tests=(f"{INTERRUPTS}::test_an_interrupt_at_each_place_of_a_waiting_acquire",),
+    ),
+    Mutant(
+        "a lease that is over is renewed all the same",
+        native=(Change(KEEP, "        if now >= too_late_ns(k):\n", "        if False:\n"),),
+        pure=(
+            Change(PURE_KEEPER, "            if now >= renewal.give_up_ns():\n", "            if False:\n"),
+        ),
+        tests=(f"{RENEWAL_FAULTS}::test_a_process_that_stood_still_for_too_long",),
+    ),
+    Mutant(
+        "who has lost the token votes for its renewal",
+        native=(Change(KEEP, "    if vote == YES:\n", "    if vote == YES or vote == NO:\n"),),
+        pure=(
+            Change(
+                PURE_KEEPER,
+                "verdict(task.yes, task.no, task.open,",
+                "verdict(task.yes + task.no, 0, task.open,",
+            ),
+        ),
+        tests=(f"{RENEWAL_FAULTS}::test_putting_back_is_no_vote",),
+    ),
+    Mutant(
+        "nothing is put back on a node that has lost the token",
+        native=(Change(KEEP, "and k.no & ~k.restored:\n", "and False:\n"),),
+        pure=(
+            Change(
+                PURE_KEEPER,
+                "                    self._put_back(renewal, renewal.back, task, site.index)\n",
+                "                    pass\n",
+            ),
+        ),
+        tests=(f"{RENEWAL_FAULTS}::test_a_token_is_put_back_where_it_is_gone",),
+    ),
+    Mutant(
+        "what was stopped is renewed",
+        native=(Change(KEEP, "change_now(self.k, STOP)", "change_now(self.k, LOOK)"),),
+        pure=(Change(PURE_KEEPER, "        self.stopped = True\n", "        self.stopped = False\n"),),
+        tests=(f"{RENEWALS}::test_a_stopped_lease_is_not_renewed_and_not_lost",),
+    ),
+    _both(
+        "a lock that everybody has forgotten is renewed for ever",
+        Change(
+            LEASE,
+            "        if lease is not None and not self.over:\n",
+            "        if False and lease is not None:\n",
+        ),
+        tests=(f"{LEASES}::test_a_thread_that_has_ended_holds_nothing",),
+    ),
+    _both(
+        "a release says nothing of the loss",
+        Change(BODY, "        if lost:\n            self._conclude_lost(lease, lost)\n", ""),
+        tests=(f"{LOSSES}::test_a_loss_is_told_in_time_by_every_way",),
     ),
 )
