@@ -354,14 +354,17 @@ class Body(ABC):
                 lease.renewal.doubt(lease.surely_ns)
         if self._on_lost is not None:
             losses.listen(lease, self._on_lost)
-        self._hold.anchor = Anchor(lease)
+        hold = self._hold
+        if hold.anchor is None:
+            hold.anchor = Anchor(lease)
+        else:
+            hold.anchor.lease = lease
 
     def _part_with(self, lease: Lease) -> None:
         """Let go of a lease without ending it."""
         hold, queue = self._hold, self._queue
         if hold.anchor is not None:
             hold.anchor.lease = None
-            hold.anchor = None
         if hold.lease is lease:
             hold.lease = None
         if queue.lease is lease:
@@ -455,9 +458,10 @@ class Body(ABC):
         drop = self._drop(lease)
         if queue.lease is lease:
             queue.lease = None
-        anchor = hold.anchor  # kept in this frame: when it goes, the renewal ends
         try:
-            hold.lease = hold.anchor = None  # first: the next holder may be another thread with this object
+            if hold.anchor is not None:
+                hold.anchor.lease = None
+            hold.lease = None  # first: the next holder may be another thread with this object
             if passes:
                 begun_ns = now_ns()
                 swapped = run(hand_on(engine, self._target, queue, lease, self._renewed), engine)
@@ -481,13 +485,13 @@ class Body(ABC):
                 queue.set_free(lease)
             self._conclude_lost(lease, lost, error)
         except BaseException:
+            lease.abandon()
             if hold.lease is None and not lease.ended:
                 hold.lease = lease  # it can be tried again
             raise
         finally:
             if queue.waiters and not lease.ended:
                 queue.set_free(lease)
-            del anchor
         if lease.latch:
             engine.post(FORGET, lease.latch, ())
         if lost:

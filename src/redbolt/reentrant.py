@@ -50,6 +50,7 @@ class _Place:
     def lease(self, lease: Lease | None) -> None:
         if lease is None:
             _holds.leases.pop(self._name, None)
+            _holds.anchors.pop(self._name, None)
         else:
             _holds.leases[self._name] = lease
 

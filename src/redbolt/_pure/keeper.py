@@ -335,13 +335,11 @@ class Keeper:
         self._pool = pool
         self._number: Callable[[], int] = itertools.count(1).__next__
         self.waiting: set[Gate] = set()  # where somebody waits for a loss
-        self.on_gone = self._note_gone  # once, and not for every lease
         self.reset()
 
     def reset(self) -> None:
         """Begin anew, as in a forked child: the parent's leases are not ours."""
         self.channel: Channel | None = None
-        self.gone: deque[weakref.ref[Renewal]] = deque()  # nobody refers to them, or they were stopped
         self.answered: deque[Round] = deque()
         self.waiting.clear()
         self._due_ns = NEVER
@@ -349,6 +347,7 @@ class Keeper:
         self._poked = False
         self._closing = False
         self._kept: set[weakref.ref[Renewal]] = set()
+        self.on_gone = self._kept.discard  # nothing of Python's: no interrupt comes in a finalizer
         self._heap: list[_Entry] = []
         self._rounds: list[tuple[int, int, Round]] = []  # by the end of their time
         self._open = 0  # how many of them some node has still to answer
@@ -414,11 +413,8 @@ class Keeper:
 
     def drop(self, renewal: Renewal) -> None:
         """It was stopped. Most of them are before they were ever looked at."""
-        self._note_gone(renewal.ref)
-
-    def _note_gone(self, ref: weakref.ref[Renewal]) -> None:
-        if self._changed.pop(ref, 0) == 0 or ref in self._kept:
-            self.gone.append(ref)
+        self._changed.pop(renewal.ref, None)
+        self._kept.discard(renewal.ref)
 
     def change(self, renewal: Renewal) -> None:
         """Something about it is different: find its place anew."""
@@ -516,8 +512,6 @@ class Keeper:
             renewal = ref()
             if renewal is not None and not renewal.stopped and not renewal.lost:
                 self._schedule(renewal)
-        while self.gone:
-            self._kept.discard(self.gone.popleft())
         if len(self._heap) > 2 * len(self._kept) + 64:
             self._heap = [entry for entry in self._heap if self._counts(entry) is not None]
             heapify(self._heap)
