@@ -243,14 +243,6 @@ MUTANTS = (
         tests=(f"{INTERRUPTS}::test_an_interrupt_at_each_place_of_a_waiting_acquire",),
     ),
     Mutant(
-        "a lease that is over is renewed all the same",
-        native=(Change(KEEP, "        if now >= too_late_ns(k):\n", "        if False:\n"),),
-        pure=(
-            Change(PURE_KEEPER, "            if now >= renewal.give_up_ns():\n", "            if False:\n"),
-        ),
-        tests=(f"{RENEWAL_FAULTS}::test_a_process_that_stood_still_for_too_long",),
-    ),
-    Mutant(
         "who has lost the token votes for its renewal",
         native=(Change(KEEP, "    if vote == YES:\n", "    if vote == YES or vote == NO:\n"),),
         pure=(
@@ -277,7 +269,7 @@ MUTANTS = (
     Mutant(
         "what was stopped is renewed",
         native=(Change(KEEP, "change_now(self.k, STOP)", "change_now(self.k, LOOK)"),),
-        pure=(Change(PURE_KEEPER, "        self.stopped = True\n", "        self.stopped = False\n"),),
+        pure=(Change(PURE_KEEPER, "        if self.stopped and not self.in_hand:\n", "        if True:\n"),),
         tests=(f"{RENEWALS}::test_a_stopped_lease_is_not_renewed_and_not_lost",),
     ),
     _both(
@@ -291,7 +283,7 @@ MUTANTS = (
     ),
     _both(
         "a release says nothing of the loss",
-        Change(BODY, "        if lost:\n            self._conclude_lost(lease, lost)\n", ""),
+        Change(BODY, "        lost = lease.found_lost\n", '        lost = ""\n'),
         tests=(f"{LOSSES}::test_a_loss_is_told_in_time_by_every_way",),
     ),
 )
