@@ -322,10 +322,11 @@ class Body(ABC):
             return run(steps, engine)
         except BaseException:
             # An interrupt may come at any moment, also between the grant and the return.
+            if mine is not None:
+                mine.end()  # first: nothing renews it while it is taken back
             if votes is not None and votes.verdict == GRANTED:
                 target.take_back(engine, votes.token, votes.touched)
             if mine is not None:
-                mine.end()  # first: nothing renews it while it is taken back
                 target.take_back(engine, mine.token, mine.touched)
                 if hold.lease is mine:
                     hold.lease = hold.anchor = None

@@ -506,7 +506,7 @@ class Keeper:
     # ---- the heap ----
 
     def _sort_in(self) -> None:
-        """Give what is new or has changed its place, and forget what is gone."""
+        """Give what is new or has changed its place, and make room where too much is gone."""
         for ref in list(self._changed):
             self._changed.pop(ref, None)
             renewal = ref()
